@@ -1,0 +1,208 @@
+"""Options of `trainer.diloco`, and the rules that need nothing but the options themselves."""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import draccus
+import optax
+from draccus.parsers.decoding import decode_choice_class, decode_dataclass
+from draccus.utils import DecodingError, ParsingError
+
+from .schedule import Schedule
+
+PATH = "trainer.diloco"
+
+
+@dataclass(frozen=True)
+class OuterOptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
+    """Base of `diloco.outer`: builds the optimizer that steps the outer parameters.
+
+    Register a subclass under a name to make any optax transformation usable from YAML:
+    `@OuterOptimizerConfig.register_subclass("lion")`.
+    """
+
+    learning_rate: float = 0.7
+    """eta: peak outer learning rate, >= 0. 0.7 is the best of [DiLoCo] for 8 islands."""
+
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate falls from `learning_rate` to `min_lr_ratio * learning_rate`, in outer steps."""
+
+    warmup: int = 0
+    """Outer steps over which the rate rises from 0; >= 0."""
+
+    min_lr_ratio: float = 0.0
+    """Final rate over peak rate, in [0, 1]; no effect on a constant schedule."""
+
+    def __post_init__(self) -> None:
+        _require(self.learning_rate >= 0, "outer.learning_rate", self.learning_rate, "be at least 0", 0.7)
+        _require(self.warmup >= 0, "outer.warmup", self.warmup, "be at least 0", 0)
+        _require(0 <= self.min_lr_ratio <= 1, "outer.min_lr_ratio", self.min_lr_ratio, "lie in [0, 1]", 0.1)
+
+    @classmethod
+    def default_choice_name(cls) -> str:
+        return "nesterov"
+
+    def schedule(self, outer_steps: int) -> optax.Schedule:
+        """Learning rate as a function of the outer steps a fragment has taken, of `outer_steps` in all."""
+        decay_steps = max(outer_steps - self.warmup, 1)
+        after = {
+            "constant": optax.constant_schedule(self.learning_rate),
+            "linear": optax.linear_schedule(self.learning_rate, self.learning_rate * self.min_lr_ratio, decay_steps),
+            "cosine": optax.cosine_decay_schedule(self.learning_rate, decay_steps, alpha=self.min_lr_ratio),
+        }[self.lr_schedule]
+        if self.warmup == 0:
+            return after
+        return optax.join_schedules(
+            [optax.linear_schedule(0.0, self.learning_rate, self.warmup), after], [self.warmup]
+        )
+
+    @abc.abstractmethod
+    def build(self, outer_steps: int) -> optax.GradientTransformation:
+        """Returns the outer optimizer of one fragment, which takes `outer_steps` steps in the run."""
+
+
+@OuterOptimizerConfig.register_subclass("sgd")
+@dataclass(frozen=True)
+class SgdConfig(OuterOptimizerConfig):
+    """Outer SGD, with heavy-ball momentum if asked for."""
+
+    momentum: float = 0.0
+    """beta in [0, 1)."""
+
+    nesterov: bool = False
+    """Whether the momentum looks ahead."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(0 <= self.momentum < 1, "outer.momentum", self.momentum, "lie in [0, 1)", 0.9)
+
+    def build(self, outer_steps: int) -> optax.GradientTransformation:
+        return optax.sgd(self.schedule(outer_steps), self.momentum or None, self.nesterov)
+
+
+@OuterOptimizerConfig.register_subclass("nesterov")
+@dataclass(frozen=True)
+class NesterovConfig(SgdConfig):
+    """`m <- beta*m + Delta; Theta <- Theta - eta*(Delta + beta*m)`, the outer optimizer of [DiLoCo]."""
+
+    momentum: float = 0.9
+    nesterov: bool = True
+
+
+@OuterOptimizerConfig.register_subclass("average")
+@dataclass(frozen=True)
+class AverageConfig(SgdConfig):
+    """Theta becomes the mean of the islands, as in local SGD (FedAvg)."""
+
+    learning_rate: float = 1.0
+
+
+@OuterOptimizerConfig.register_subclass("adam")
+@dataclass(frozen=True)
+class AdamConfig(OuterOptimizerConfig):
+    """Outer Adam."""
+
+    learning_rate: float = 0.3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 0.1
+    """Large, as in [DiLoCo]: outer gradients are small and few."""
+
+    def build(self, outer_steps: int) -> optax.GradientTransformation:
+        return optax.adam(self.schedule(outer_steps), self.beta1, self.beta2, self.epsilon)
+
+
+@dataclass(frozen=True)
+class DiLoCoConfig:
+    """How islands train apart and when they meet: the block `trainer.diloco`."""
+
+    enabled: bool = True
+    """False runs stock Levanter. Writing the block turns DiLoCo on."""
+
+    sync_period: int = 100
+    """H: inner steps between two syncs of the same fragment; >= 1. Best a multiple of `num_fragments`."""
+
+    num_fragments: int = 1
+    """P: parts that sync in turn; 1 is vanilla DiLoCo, more is Streaming DiLoCo [Streaming]."""
+
+    layer_order: Literal["interleaved", "sequential"] = "interleaved"
+    """Which layers share a fragment: every (P-1)-th one, or runs of neighbours [Streaming]."""
+
+    partition: Literal["layers"] = "layers"
+    """`layers`: fragment 0 is all that is outside the layer stack, the others N/(P-1) layers each."""
+
+    overlap_steps: int = 0
+    """V: inner steps between the capture of a fragment and its merge; 0 <= V < effective period."""
+
+    mixing_alpha: float = 0.0
+    """alpha in [0, 1]: share of the island kept when a fragment merges [Streaming]. 0 replaces it."""
+
+    outer: OuterOptimizerConfig = field(default_factory=NesterovConfig)
+    """The outer optimizer: `type: nesterov | sgd | adam | average`, or a registered one."""
+
+    ici_islands: int | None = None
+    """Islands within a slice; -1 takes all devices that other mesh axes leave. Unset: `mesh.axes.diloco`, else 1."""
+
+    dcn_islands: int | None = None
+    """Islands across slices; -1 is one per slice. Unset: `mesh.dcn_axes.diloco`, else -1."""
+
+    islands_per_slot: int = 1
+    """Islands that share the devices of one mesh slot and run one after another; K is a multiple of it."""
+
+    final_sync: bool = True
+    """Whether fragments with unsynced progress sync once more after the last step."""
+
+    def __post_init__(self) -> None:
+        _require(self.sync_period >= 1, "sync_period", self.sync_period, "be at least 1", 100)
+        _require(self.num_fragments >= 1, "num_fragments", self.num_fragments, "be at least 1 (vanilla)", 1)
+        _require(0 <= self.mixing_alpha <= 1, "mixing_alpha", self.mixing_alpha, "lie in [0, 1]", 0.5)
+        _require(self.islands_per_slot >= 1, "islands_per_slot", self.islands_per_slot, "be at least 1", 2)
+        for name in ("ici_islands", "dcn_islands"):
+            count = getattr(self, name)
+            _require(count is None or count == -1 or count >= 1, name, count, "be at least 1, or -1 to infer it", 2)
+        period = self.schedule.effective_period
+        rule = f"be at least 0 and below the effective period ({period} steps)"
+        _require(0 <= self.overlap_steps < period, "overlap_steps", self.overlap_steps, rule, period - 1)
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(self.sync_period, self.num_fragments, self.overlap_steps)
+
+
+def option_error(option: str, value: object, rule: str, works: object) -> ValueError:
+    """An error that names the option by its YAML path, its value, the rule and a value that works."""
+    return ValueError(f"{PATH}.{option} ({value}) must {rule}; {works} works.")
+
+
+def _require(holds: bool, option: str, value: object, rule: str, works: object) -> None:
+    if not holds:
+        raise option_error(option, value, rule, works)
+
+
+def _decode(cls: type, raw: Any, path: Sequence[str] = ()) -> Any:  # Any: whatever the YAML holds
+    """Decodes `cls`, listing the known options where draccus only names the unknown one."""
+    choices = cls.get_known_choices() if cls is OuterOptimizerConfig else {}
+    if not isinstance(raw, dict):
+        raise DecodingError(path, f"must be a block of options, found {raw!r}; an empty block is {{}}")
+    name = raw.get("type", "nesterov")
+    if choices and name not in choices:
+        raise DecodingError(
+            (*path, "type"), f"unknown outer optimizer {name!r}; the known ones are {', '.join(choices)}"
+        )
+    known = [f.name for f in dataclasses.fields(choices.get(name, cls))] + (["type"] if choices else [])
+    if unknown := sorted(raw.keys() - set(known)):
+        raise DecodingError(path, f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
+    try:
+        return decode_choice_class(cls, raw, path) if choices else decode_dataclass(cls, raw, path)
+    except ParsingError as error:
+        # draccus hides the rule that __post_init__ named; that sentence is the whole point of it.
+        if isinstance(error.__cause__, ValueError) and not isinstance(error, DecodingError):
+            raise error.__cause__ from None
+        raise
+
+
+draccus.decode.register(DiLoCoConfig, lambda raw, path=(): _decode(DiLoCoConfig, raw, path))
+draccus.decode.register(OuterOptimizerConfig, lambda raw, path=(): _decode(OuterOptimizerConfig, raw, path))

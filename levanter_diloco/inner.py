@@ -1,0 +1,140 @@
+"""The inner step: the host's own training step, once for every island."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+from haliax import Axis, NamedArray
+from haliax.util import is_named_array
+from jax.sharding import AbstractMesh, PartitionSpec
+from jaxtyping import Array, Float, PyTree
+from levanter.trainer import Trainer
+from levanter.trainer_state import TrainerState, trainables_only
+
+from .outer import ISLAND
+from .state import DiLoCoState, Islands
+
+
+class InnerReport(NamedTuple):
+    """What the islands say of one inner step; every array leads with the island axis and stays on its island."""
+
+    loss: Float[Array, " K"]
+    loss_metrics: dict[str, Array]
+    hook_infos: PyTree
+
+
+def inner_step(
+    trainer: Trainer, state: DiLoCoState, batch: PyTree, *, islands_per_slot: int, hooks: bool
+) -> tuple[Islands, InnerReport]:
+    """Runs `trainer`'s training step on every island with its own rows of the batch.
+
+    A shard_map that is manual over `diloco` alone: the FSDP and tensor axes stay automatic, so inside an
+    island the host's step runs as it always does. Nothing crosses between islands.
+
+    Args:
+        trainer: A host trainer for one island: its batch, its mesh axes, the run's hooks.
+        state: Its `model` gives the frozen leaves and the model's structure.
+        batch: The arguments and keyword arguments of the loss, with a batch axis over `diloco`; island k
+            gets rows `[kB/K, (k+1)B/K)`.
+        islands_per_slot: Islands on one slot of the mesh axis; they run one after another.
+        hooks: Whether to run the jit hooks.
+    """
+    Batch = trainer.config.batch_axis_name
+    arrays, static = eqx.partition(state.model, eqx.is_array)
+
+    def island_step(island: Islands, model: PyTree, step: Array, batch: PyTree) -> tuple[Islands, InnerReport]:
+        host = TrainerState(
+            step=step,
+            model=eqx.combine(island.params, model, static),
+            optimizer=trainer.optimizer,
+            opt_state=island.opt_state,
+            training_key=island.key,
+            is_trainable=state.is_trainable,
+            mp=state.mp,
+            model_averaging=None,
+        )
+        result = trainer._train_step(host, *batch, _no_hooks=not hooks)
+        new = result.new_state
+        params = trainables_only(new.model, state.is_trainable)
+        report = InnerReport(result.loss, result.loss_metrics, result.hook_infos)
+        return Islands(params, new.opt_state, new.training_key), report
+
+    def slot_step(islands: Islands, model: PyTree, step: Array, batch: PyTree) -> tuple[Islands, InnerReport]:
+        rows = _rows(batch, Batch, islands_per_slot)
+        return _each(lambda island, rows: island_step(island, model, step, rows), islands_per_slot)(islands, rows)
+
+    split = PartitionSpec(ISLAND)
+    with _constants_outside_the_mesh():
+        return jax.shard_map(
+            slot_step,
+            in_specs=(split, PartitionSpec(), PartitionSpec(), _batch_specs(batch, Batch)),
+            out_specs=split,
+            axis_names={ISLAND},
+            check_vma=False,  # gradients are taken inside one island, never across the manual axis
+        )(state.islands, arrays, state.step, batch)
+
+
+def _each(fn: Callable[..., PyTree], count: int) -> Callable[..., PyTree]:
+    """Calls `fn` on each of `count` slices of the leading island axis and stacks what it returns."""
+
+    def call(args: tuple) -> PyTree:
+        return fn(*jax.tree.map(without_island, args, is_leaf=is_named_array))
+
+    def mapped(*args: PyTree) -> PyTree:
+        if count == 1:
+            out = jax.tree.map(lambda x: x[None], call(jax.tree.map(lambda x: x[0], args)))
+        else:
+            out = jax.lax.map(call, args)
+        return jax.tree.map(_with_island, out, is_leaf=is_named_array)
+
+    return mapped
+
+
+def without_island(x: Any) -> Any:  # Any: NamedArray or array, here and below
+    return NamedArray(x.array, x.axis_names[1:]) if is_named_array(x) else x
+
+
+def _with_island(x: Any) -> Any:
+    return NamedArray(x.array, (ISLAND, *x.axis_names)) if is_named_array(x) else x
+
+
+def _rows(batch: PyTree, Batch: str, count: int) -> PyTree:
+    """Cuts the batch axis of this slot's rows into a leading island axis, of size `count`."""
+
+    def cut(x: NamedArray) -> NamedArray:
+        if Batch not in x.axis_names:
+            return x.broadcast_axis(Axis(ISLAND, count))
+        axes = (Axis(ISLAND, count), Axis(Batch, x.axis_size(Batch) // count))
+        return x.unflatten_axis(Batch, axes).rearrange((ISLAND, ...))
+
+    return jax.tree.map(cut, batch, is_leaf=is_named_array)
+
+
+def _batch_specs(batch: PyTree, Batch: str) -> PyTree:
+    def spec(x: NamedArray) -> PartitionSpec:
+        return PartitionSpec(*(ISLAND if name == Batch else None for name in x.axis_names))
+
+    return jax.tree.map(spec, batch, is_leaf=is_named_array)
+
+
+@contextlib.contextmanager
+def _constants_outside_the_mesh() -> Iterator[None]:
+    """Lets the host's `jax.ensure_compile_time_eval` run while a mesh is partly manual.
+
+    Its rotary embeddings compute constants under it, and JAX refuses to run an operation eagerly in such
+    a mesh. Constants need no mesh.
+    """
+    original = jax.ensure_compile_time_eval
+
+    @contextlib.contextmanager
+    def outside() -> Iterator[None]:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), original():
+            yield
+
+    jax.ensure_compile_time_eval = outside
+    try:
+        yield
+    finally:
+        jax.ensure_compile_time_eval = original

@@ -1,0 +1,49 @@
+"""`levanter.main.train_lm` with the block `trainer.diloco`."""
+
+from dataclasses import dataclass, field
+
+import equinox as eqx
+import jax
+import levanter.main.train_lm as host
+from haliax import Axis
+from levanter.trainer_state import trainables_only
+
+from ..fragments import Partition
+from ..trainer import islands_in
+from ..trainer_config import DiLoCoTrainerConfig
+
+
+@dataclass
+class TrainDiLoCoLmConfig(host.TrainLmConfig):
+    """The host's `TrainLmConfig`; its `trainer` may hold a block `diloco`."""
+
+    trainer: DiLoCoTrainerConfig = field(default_factory=DiLoCoTrainerConfig)
+
+
+def main(config: TrainDiLoCoLmConfig) -> None:
+    """Trains as the host's `main` does; with `trainer.diloco`, on islands."""
+    if not config.trainer.diloco.enabled:
+        host.main(config)
+        return
+    check_model(config)
+    with islands_in(host):
+        host.main(config)
+
+
+def check_model(config: TrainDiLoCoLmConfig) -> None:
+    """Refuses, from shapes alone, a model that the fragments cannot cut.
+
+    A model config that comes from a Hugging Face checkpoint is known only later, and checked then.
+    """
+    if config.use_hf_model_config:
+        return
+
+    def build() -> object:
+        key = jax.random.PRNGKey(0)
+        model = config.model.build(Axis("vocab", 8), key=key)  # the vocabulary does not matter to the layers
+        return config.adapter.apply(model, key=key)
+
+    model = eqx.filter_eval_shape(build)
+    diloco = config.trainer.diloco
+    partition = Partition(diloco.num_fragments, diloco.layer_order)
+    partition.check(trainables_only(model, config.adapter.trainable_filter(model)))

@@ -1,0 +1,121 @@
+"""The `diloco` axis of the device mesh: how many islands there are, and which devices each one has."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from haliax.partitioning import ResourceMapping, pspec_for_axis
+from haliax.util import is_named_array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import GetAttrKey, tree_leaves_with_path
+from jaxtyping import PyTree
+from levanter.utils.mesh import DEFAULT_DCN_AXIS_SPEC, DEFAULT_ICI_AXIS_SPEC, MeshConfig, create_mesh_from_axis_specs
+
+from .config import PATH, DiLoCoConfig, option_error
+from .outer import ISLAND
+
+DCN_ISLAND = "diloco_dcn"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class IslandLayout:
+    """Islands in a slice, across slices, and on one slot of the mesh axis `diloco`."""
+
+    ici: int
+    dcn: int
+    per_slot: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.ici * self.dcn
+
+    @property
+    def num_islands(self) -> int:
+        """K."""
+        return self.num_slots * self.per_slot
+
+
+def resolve_islands(diloco: DiLoCoConfig, mesh: MeshConfig, num_devices: int, num_slices: int) -> IslandLayout:
+    """Settles the island counts from the options, the user's own mesh and the devices.
+
+    Raises:
+        ValueError: If an option and the mesh disagree, or a -1 cannot be resolved.
+    """
+    ici = _agreed("ici_islands", diloco.ici_islands, "mesh.axes", mesh.axes, default=1)
+    dcn = _agreed("dcn_islands", diloco.dcn_islands, "mesh.dcn_axes", mesh.dcn_axes, default=-1)
+    inferred = -1 in (ici, dcn)
+    if ici == -1:
+        ici = _infer("ici_islands", "mesh.axes", {**DEFAULT_ICI_AXIS_SPEC, **mesh.axes}, num_devices // num_slices)
+    if dcn == -1:
+        # The host's own absorber of slices gives way: with islands, a slice is an island by default.
+        others = {name: size for name, size in mesh.dcn_axes.items() if DEFAULT_DCN_AXIS_SPEC.get(name) != size}
+        dcn = _infer("dcn_islands", "mesh.dcn_axes", others, num_slices)
+    per_slice = num_devices // num_slices
+    for option, count, available in (("ici_islands", ici, per_slice), ("dcn_islands", dcn, num_slices)):
+        if available % count != 0:
+            unit = "devices of a slice" if option == "ici_islands" else "slices"
+            works = f"1 with {PATH}.islands_per_slot: {count} (islands that share devices)"
+            raise option_error(option, count, f"divide the {available} {unit}", works)
+    layout = IslandLayout(ici, dcn, diloco.islands_per_slot)
+    if inferred and layout.num_islands == 1:
+        logger.warning(
+            f"{PATH}: -1 resolved to a SINGLE island on {num_devices} devices in {num_slices} slice(s): nothing will "
+            f"be exchanged. For more, set {PATH}.ici_islands: 2 (islands inside a slice) or {PATH}.islands_per_slot: "
+            f"2 (islands that share devices), or run on several slices. {PATH}.dcn_islands: 1 says that one is meant."
+        )
+    return layout
+
+
+def island_mesh(mesh: MeshConfig, layout: IslandLayout, num_devices: int, num_slices: int) -> Mesh:
+    """Builds the host's mesh with `diloco` as its first axis, so that islands never interleave."""
+    without = {name: size for name, size in mesh.axes.items() if name != ISLAND}
+    dcn_without = {name: size for name, size in mesh.dcn_axes.items() if name != ISLAND}
+    sized = dataclasses.replace(
+        mesh, axes={**without, ISLAND: layout.ici}, dcn_axes={**dcn_without, DCN_ISLAND: layout.dcn}
+    )
+    ici, dcn = sized.axis_shapes(num_devices, num_slices)
+    host_mesh = create_mesh_from_axis_specs(ici_axes={ISLAND: ici.pop(ISLAND), **ici}, dcn_axes=dcn)
+    names = [name for name in host_mesh.axis_names if name not in (ISLAND, DCN_ISLAND)]
+    order = [host_mesh.axis_names.index(name) for name in (DCN_ISLAND, ISLAND, *names)]
+    devices = host_mesh.devices.transpose(order)
+    return Mesh(devices.reshape(layout.num_slots, *devices.shape[2:]), (ISLAND, *names))
+
+
+def state_shardings(state: PyTree, mesh: Mesh, mapping: ResourceMapping) -> list[NamedSharding]:
+    """Returns the canonical sharding of every array of a `DiLoCoState`, in flattening order.
+
+    Named arrays go by their axes. Of the others, those of the islands lead with the island axis and lie on
+    their island; counts and keys of the whole run are everywhere.
+    """
+
+    def sharding(path: tuple, x: PyTree) -> NamedSharding:
+        if is_named_array(x):
+            return NamedSharding(mesh, pspec_for_axis(x.axis_names, mapping))
+        return NamedSharding(mesh, PartitionSpec(*([ISLAND] if path[0] == GetAttrKey("islands") else [])))
+
+    return [sharding(*item) for item in tree_leaves_with_path(state, is_leaf=is_named_array)]
+
+
+def _agreed(option: str, value: int | None, path: str, axes: Mapping[str, int], default: int) -> int:
+    if ISLAND not in axes:
+        return default if value is None else value
+    if value not in (None, axes[ISLAND]):
+        raise option_error(
+            option, value, f"agree with trainer.{path}.{ISLAND} ({axes[ISLAND]}) or be left out", axes[ISLAND]
+        )
+    return axes[ISLAND]
+
+
+def _infer(option: str, path: str, axes: Mapping[str, int], available: int) -> int:
+    others = {name: size for name, size in axes.items() if name != ISLAND}
+    if absorbers := [name for name, size in others.items() if size == -1]:
+        rule = f"be a number while trainer.{path}.{absorbers[0]} is -1 too"
+        raise option_error(option, -1, rule, f"{option}: 2, or a number for {absorbers[0]},")
+    islands, left = divmod(available, prod(others.values()))
+    if left or islands == 0:
+        raise option_error(option, -1, f"be resolvable: {others} does not divide {available}", f"{option}: 1")
+    return islands

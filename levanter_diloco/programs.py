@@ -1,0 +1,130 @@
+"""Compiled programs on the training state.
+
+Three step programs, whatever P is: inner; inner + reduce of a layer fragment, its index traced; inner +
+reduce of the rest. Which one runs is host arithmetic, so no program holds a branch.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from typing import Literal
+
+import equinox as eqx
+import haliax as hax
+import jax
+import numpy as np
+from haliax.tree_util import hashable_combine, hashable_partition
+from haliax.types import IntScalar
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+from levanter.trainer import Trainer
+
+from .inner import InnerReport, inner_step
+from .mesh import state_shardings
+from .outer import ISLAND
+from .state import LAYERS, REST, DiLoCoState
+from .sync import Sync, SyncReport
+
+Part = Literal["rest", "layers"]
+
+Kind = Literal["keep", "merge", "reduce_kept", "whole", "settle"]
+"""A method of `Sync`."""
+
+
+class Programs:
+    """The compiled functions of one run. Each donates the state it is given."""
+
+    def __init__(self, trainer: Trainer, sync: Sync, islands_per_slot: int, overlap_steps: int, state: DiLoCoState):
+        """Args:
+        trainer: The host trainer of one island.
+        sync: The run's sync.
+        islands_per_slot: Islands on one slot of the mesh axis.
+        overlap_steps: V; with 0 a sync stands behind the inner step of its program, else around it.
+        state: Any state of the run: its structure and its non-array leaves never change.
+        """
+        self._trainer = trainer
+        self._sync = sync
+        self._islands_per_slot = islands_per_slot
+        self._overlap_steps = overlap_steps
+        arrays, self._static = eqx.partition(state, eqx.is_array)
+        self._treedef = jax.tree.structure(arrays)
+        self._state_shardings = state_shardings(arrays, sync.mesh, sync.mapping)
+        everywhere, own = (NamedSharding(sync.mesh, PartitionSpec(*spec)) for spec in ((), (ISLAND,)))
+        self._inner_shardings = InnerReport(own, own, own)
+        self._sync_shardings = SyncReport(own, everywhere, everywhere)
+
+    def step(
+        self, state: DiLoCoState, batch: PyTree, *, reduce: int | None, hooks: bool
+    ) -> tuple[DiLoCoState, InnerReport, SyncReport | None]:
+        """One inner step, with the outer step of fragment `reduce` if one is due."""
+        part, index = _part_of(reduce)
+        arrays, static = hashable_partition(batch, eqx.is_array)
+        leaves, inner, sync = self._step_program(part, hooks)(self._leaves(state), arrays, index, static)
+        return self._state(leaves), inner, sync
+
+    def trace_step(
+        self, state: DiLoCoState, batch: PyTree, *, reduce: int | None = None, hooks: bool = False
+    ) -> jax.stages.Traced:
+        """Traces a step program without running it: for its jaxpr and its HLO."""
+        part, index = _part_of(reduce)
+        arrays, static = hashable_partition(batch, eqx.is_array)
+        return self._step_program(part, hooks).trace(self._leaves(state), arrays, index, static)
+
+    def apply(self, kind: Kind, state: DiLoCoState, fragment: int) -> tuple[DiLoCoState, SyncReport | None]:
+        """Runs one verb of the sync on `fragment`, apart from an inner step."""
+        part, index = _part_of(fragment)
+        leaves, report = self._sync_program(kind, part)(self._leaves(state), index)
+        return self._state(leaves), report
+
+    def _leaves(self, state: DiLoCoState) -> list[jax.Array]:
+        return jax.tree.leaves(eqx.filter(state, eqx.is_array))
+
+    def _state(self, leaves: list[jax.Array]) -> DiLoCoState:
+        return eqx.combine(self._treedef.unflatten(leaves), self._static)
+
+    @cache  # noqa: B019  as long-lived as the run
+    def _step_program(self, part: Part | None, hooks: bool) -> Callable:
+        def step(
+            leaves: list[jax.Array], batch: PyTree, index: IntScalar, static: tuple
+        ) -> tuple[list[jax.Array], InnerReport, SyncReport | None]:
+            state, index = self._state(leaves), index if part == LAYERS else None
+            batch = hashable_combine(batch, static)
+            report = gradients = gradient = None
+            with hax.axis_mapping(self._sync.mapping):
+                if part is not None and self._overlap_steps > 0:
+                    # Ahead of forward and backward and unread by them: the exchange may take the whole step.
+                    gradients = state.captured[part]
+                    gradient = self._sync.reduce(gradients)
+                islands, inner = inner_step(
+                    self._trainer, state, batch, islands_per_slot=self._islands_per_slot, hooks=hooks
+                )
+                state = dataclasses.replace(state, islands=islands, step=state.step + 1)
+                if part is not None and self._overlap_steps > 0:
+                    state, report = self._sync.outer_step(state, index, gradients, gradient)
+                elif part is not None:
+                    state, report = self._sync.whole(state, index)
+            return self._leaves(state), inner, report
+
+        sync_shardings = None if part is None else self._sync_shardings
+        out_shardings = (self._state_shardings, self._inner_shardings, sync_shardings)
+        return jax.jit(step, donate_argnums=0, static_argnums=3, out_shardings=out_shardings)
+
+    @cache  # noqa: B019
+    def _sync_program(self, kind: Kind, part: Part) -> Callable:
+        reports = kind in ("reduce_kept", "whole")
+
+        def apply(leaves: list[jax.Array], index: IntScalar) -> tuple[list[jax.Array], SyncReport | None]:
+            with hax.axis_mapping(self._sync.mapping):
+                out = getattr(self._sync, kind)(self._state(leaves), index if part == LAYERS else None)
+            state, report = out if reports else (out, None)
+            return self._leaves(state), report
+
+        out_shardings = (self._state_shardings, self._sync_shardings if reports else None)
+        return jax.jit(apply, donate_argnums=0, out_shardings=out_shardings)
+
+
+def _part_of(fragment: int | None) -> tuple[Part | None, IntScalar]:
+    """The part that holds `fragment`, and its index among the layer fragments (0 where it means nothing)."""
+    if not fragment:
+        return (None if fragment is None else REST), np.int32(0)
+    return LAYERS, np.int32(fragment - 1)

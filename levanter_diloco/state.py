@@ -1,0 +1,118 @@
+"""The training state: a Levanter `TrainerState` of the outer model, plus what the islands hold."""
+
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import optax
+from haliax import Axis
+from haliax.util import is_named_array
+from jaxtyping import Array, Int, PRNGKeyArray, PyTree
+from levanter.trainer_state import TrainerState, trainables_only
+
+from .config import DiLoCoConfig
+from .fragments import Params, Partition
+from .outer import ISLAND
+
+REST, LAYERS = "rest", "layers"
+
+
+class Islands(eqx.Module):
+    """What every island holds for itself; each array leads with the island axis, of size K."""
+
+    params: Params
+    """theta_k: trainable leaves only, axes `{diloco, ...}`, in the parameter dtype."""
+
+    opt_state: PyTree
+    """State of the host's inner optimizer. It never crosses between islands."""
+
+    key: PRNGKeyArray
+    """The island's own random stream."""
+
+
+class DiLoCoState(TrainerState):
+    """`model` is Theta and `opt_state` the outer optimizer's state, so that all of Levanter sees the outer model.
+
+    The trainable leaves of `model` are f32 whatever the parameter dtype; frozen leaves exist once, here.
+    `opt_state` is `{"rest": ..., "layers": ...}`: one state for fragment 0, and the states of the layer
+    fragments with a leading axis `fragment`.
+    """
+
+    islands: Islands
+
+    captured: dict[str, Params] | None
+    """Delta_k of the last captured fragment (`rest` or `layers`), axes `{diloco, ...}`; `None` if V = 0."""
+
+    outer_steps: Int[Array, " P"]
+    """Outer steps taken by each fragment."""
+
+    settled: Int[Array, ""]
+    """Inner steps at the last final sync: captures up to there have no events left."""
+
+    schedule: dict[str, Int[Array, ""]]
+    """The options that a resumed run must share, by name, with `islands` for K."""
+
+    @classmethod
+    def of(
+        cls, host: TrainerState, diloco: DiLoCoConfig, num_islands: int, optimizer: optax.GradientTransformation
+    ) -> "DiLoCoState":
+        """Starts DiLoCo from a state of the host: Theta is its model, every island a copy of it, momentum fresh.
+
+        Inner optimizer moments are copied to all islands; each island gets a random stream of its own, and
+        a single island keeps the host's.
+        """
+        partition = Partition(diloco.num_fragments, diloco.layer_order)
+        Island = Axis(ISLAND, num_islands)
+        params = trainables_only(host.model, host.is_trainable)
+        outer = jax.tree.map(lambda x: x.astype(jnp.float32), params, is_leaf=is_named_array)
+        rest, layers = partition.split(outer)
+        opt_state = {REST: optimizer.init(rest)}
+        if partition.Fragment is not None:
+            opt_state[LAYERS] = hax.vmap(optimizer.init, partition.Fragment)(layers)
+        key = host.training_key
+        captured = {REST: rest} if partition.Fragment is None else {REST: rest, LAYERS: partition.take(outer, 0)}
+        return cls(
+            step=host.step,
+            model=eqx.combine(outer, host.model),
+            optimizer=optimizer,
+            opt_state=opt_state,
+            training_key=key,
+            is_trainable=host.is_trainable,
+            mp=host.mp,
+            model_averaging=None,
+            islands=Islands(
+                params=_copies(params, Island),
+                opt_state=_copies(host.opt_state, Island),
+                key=key[None] if num_islands == 1 else jax.random.split(key, num_islands),
+            ),
+            captured=jax.tree.map(jnp.zeros_like, _copies(captured, Island)) if diloco.overlap_steps else None,
+            outer_steps=jnp.zeros(diloco.num_fragments, jnp.int32),
+            settled=jnp.copy(host.step).astype(jnp.int32),
+            schedule={
+                name: jnp.asarray(value, jnp.int32) for name, value in schedule_facts(diloco, num_islands).items()
+            },
+        )
+
+
+def schedule_facts(diloco: DiLoCoConfig, num_islands: int) -> dict[str, int]:
+    """The options that shape the state or its events, as stored in a checkpoint."""
+    return {
+        "islands": num_islands,
+        "num_fragments": diloco.num_fragments,
+        "sequential_layers": int(diloco.layer_order == "sequential"),
+        "overlap_steps": diloco.overlap_steps,
+        "sync_period": diloco.sync_period,
+    }
+
+
+def _copies(tree: PyTree, Island: Axis) -> PyTree:
+    """Every array of `tree` once for each island, on a new leading axis."""
+
+    def copy(x: Any) -> Any:  # Any: a NamedArray, an array, or what an optimizer state holds besides
+        if is_named_array(x):
+            return x.broadcast_axis(Island) if eqx.is_array(x.array) else x
+        return jnp.broadcast_to(x, (Island.size, *jnp.shape(x))) if eqx.is_array_like(x) else x
+
+    return jax.tree.map(copy, tree, is_leaf=is_named_array)

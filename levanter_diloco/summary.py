@@ -1,0 +1,126 @@
+"""What a run says of itself before its first step."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import lcm, prod
+
+import jax
+from haliax.util import is_named_array
+from humanfriendly import format_size
+from jaxtyping import Array, Int
+from levanter.trainer_state import trainables_only
+
+from .config import PATH
+from .fragments import Params, Partition
+from .state import DiLoCoState
+from .trainer_config import DiLoCoTrainerConfig
+
+logger = logging.getLogger(__name__)
+
+F32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes an island sends: the payload it hands to the network, whatever the collective makes of it."""
+
+    by_fragment: tuple[int, ...]
+    """One sync of each fragment, on the f32 wire."""
+
+    data_parallel: int
+    """One step of data-parallel training: a gradient in the parameter dtype."""
+
+    @classmethod
+    def of(cls, state: DiLoCoState, partition: Partition) -> "Traffic":
+        rest, layers = partition.split(trainables_only(state.model, state.is_trainable))
+        layer_fragments = partition.num_fragments - 1
+        by_layer = [_size(layers) * F32_BYTES // layer_fragments] * layer_fragments if layer_fragments else []
+        num_islands = int(state.schedule["islands"])
+        gradient = sum(x.nbytes for x in jax.tree.leaves(state.islands.params)) // num_islands
+        return cls((_size(rest) * F32_BYTES, *by_layer), gradient)
+
+    def sent(self, outer_steps: Int[Array, " P"]) -> int:
+        """Bytes an island has sent when its fragments have taken `outer_steps` outer steps each."""
+        return sum(int(count) * size for count, size in zip(outer_steps.tolist(), self.by_fragment, strict=True))
+
+
+def announce(
+    config: DiLoCoTrainerConfig, state: DiLoCoState, partition: Partition, traffic: Traffic
+) -> dict[str, int]:
+    """Logs the summary and its warnings, and returns its figures for the tracker."""
+    schedule, layout = config.diloco.schedule, config.layout
+    outer = trainables_only(state.model, state.is_trainable)
+    figures = {
+        "islands": layout.num_islands,
+        "islands_per_slot": layout.per_slot,
+        "devices_per_slot": config.device_mesh.size // layout.num_slots,
+        "num_fragments": schedule.num_fragments,
+        "steps_per_sync": schedule.steps_per_sync,
+        "effective_period": schedule.effective_period,
+        "bytes_per_sync": max(traffic.by_fragment),
+        "bytes_per_period": sum(traffic.by_fragment),
+        "data_parallel_bytes_per_period": traffic.data_parallel * schedule.effective_period,
+        "memory_added_per_device": sum(map(_shard_bytes, jax.tree.leaves((outer, state.opt_state, state.captured)))),
+    }
+    for line in _lines(config, partition, outer, traffic, figures):
+        logger.info(line)
+    for warning in cadence_warnings(config):
+        logger.warning(warning)
+    return {f"diloco/{name}": value for name, value in figures.items()}
+
+
+def cadence_warnings(config: DiLoCoTrainerConfig) -> Iterator[str]:
+    """Yields a sentence for each period that is not what its option seems to say."""
+    schedule = config.diloco.schedule
+    period, spacing = schedule.effective_period, schedule.steps_per_sync
+    if period != schedule.sync_period:
+        yield (
+            f"{PATH}.sync_period ({schedule.sync_period}) takes effect as {period}: {schedule.num_fragments} "
+            f"fragments, one every {spacing} step(s). {period} is the nearest that is kept to the step."
+        )
+    if config.steps_per_eval <= config.num_train_steps < lcm(config.steps_per_eval, spacing):
+        yield (
+            f"trainer.steps_per_eval ({config.steps_per_eval}) never falls on a sync (every {spacing} steps): each "
+            f"evaluation sees outer parameters that are up to {spacing} steps old. A multiple of {spacing} does."
+        )
+    for keep in config.checkpointer.keep or []:
+        # The host counts from 0, so it saves one step after each multiple.
+        if min((keep["every"] * n + 1) % spacing for n in range(1, spacing + 1)) > 1:
+            yield (
+                f"trainer.checkpointer.keep.every ({keep['every']}) never falls on a sync (every {spacing} steps): the "
+                f"outer model of a checkpoint is up to {spacing} steps old. A multiple of {spacing} does."
+            )
+
+
+def _lines(
+    config: DiLoCoTrainerConfig, partition: Partition, outer: Params, traffic: Traffic, figures: dict[str, int]
+) -> Iterator[str]:
+    diloco, layout, mesh = config.diloco, config.layout, config.device_mesh
+    yield f"DiLoCo: {layout.num_islands} island(s), {layout.per_slot} on each of {layout.num_slots} mesh slot(s)"
+    for slot, devices in enumerate(mesh.devices.reshape(layout.num_slots, -1)):
+        first = slot * layout.per_slot
+        names = f"island {first}" if layout.per_slot == 1 else f"islands {first}-{first + layout.per_slot - 1}"
+        yield f"  {names}: {len(devices)} x {devices[0].device_kind}, ids {devices[0].id}-{devices[-1].id}"
+    for fragment, size in enumerate(traffic.by_fragment):
+        yield f"  fragment {fragment}: {partition.describe(outer, fragment)}, {format_size(size, binary=True)}"
+    yield (
+        f"  a sync every {figures['steps_per_sync']} step(s), each fragment every {figures['effective_period']}; "
+        f"overlap {diloco.overlap_steps}, alpha {diloco.mixing_alpha:g}, outer {diloco.outer}"
+    )
+    sync, period, parallel = (
+        format_size(figures[name], binary=True)
+        for name in ("bytes_per_sync", "bytes_per_period", "data_parallel_bytes_per_period")
+    )
+    saved = figures["data_parallel_bytes_per_period"] / figures["bytes_per_period"]
+    yield f"  an island sends up to {sync} a sync and {period} a period; data parallel {parallel}, {saved:.1f}x as much"
+    memory = format_size(figures["memory_added_per_device"], binary=True)
+    yield f"  memory added per device: {memory} (outer parameters and optimizer state, captured fragments)"
+
+
+def _size(params: Params) -> int:
+    return sum(x.size for x in jax.tree.leaves(params, is_leaf=is_named_array))
+
+
+def _shard_bytes(x: jax.Array) -> int:
+    return prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -1,0 +1,124 @@
+"""Levanter's trainer options with the block `diloco`, checked against the devices before anything is built."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import jax
+from haliax.partitioning import ResourceMapping
+from jax.sharding import Mesh
+from levanter.schedule import ScheduleStep, distinct_values
+from levanter.trainer import TrainerConfig
+
+from .config import PATH, DiLoCoConfig
+from .mesh import IslandLayout, island_mesh, resolve_islands
+from .outer import ISLAND
+
+
+@dataclass
+class DiLoCoTrainerConfig(TrainerConfig):
+    """`trainer:` with the block `diloco`. Without the block it is the host's own `TrainerConfig`."""
+
+    diloco: DiLoCoConfig = field(default_factory=lambda: DiLoCoConfig(enabled=False))
+
+    @cached_property
+    def layout(self) -> IslandLayout:
+        """How many islands there are and where; needs the devices."""
+        return resolve_islands(self.diloco, self.mesh, jax.device_count(), self.num_slices)
+
+    @cached_property
+    def device_mesh(self) -> Mesh:
+        if not self.diloco.enabled:
+            return super().device_mesh
+        return island_mesh(self.mesh, self.layout, jax.device_count(), self.num_slices)
+
+    @cached_property
+    def mesh_axis_specs(self) -> list[str]:
+        return list(self.device_mesh.axis_names)
+
+    @cached_property
+    def _mesh_axis_totals(self) -> dict[str, int]:
+        return dict(self.device_mesh.shape)
+
+    @property
+    def compute_axis_mapping(self) -> ResourceMapping:
+        mapping = super().compute_axis_mapping
+        if not self.diloco.enabled:
+            return mapping
+        return {**mapping, self.batch_axis_name: (ISLAND, *self.data_axes), ISLAND: ISLAND}
+
+    @property
+    def parameter_axis_mapping(self) -> ResourceMapping:
+        mapping = super().parameter_axis_mapping
+        return {**mapping, ISLAND: ISLAND} if self.diloco.enabled else mapping
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which one island's batch is split."""
+        axes = super().compute_axis_mapping[self.batch_axis_name]
+        return tuple(name for name in ([axes] if isinstance(axes, str) else axes) if name != ISLAND)
+
+    @cached_property
+    def island_config(self) -> "IslandTrainerConfig":
+        """Options of the host trainer that one island runs; set by validation, from the options as written."""
+        raise AttributeError("the trainer's options are not validated yet: call initialize() first")
+
+    def _validate_and_set_defaults(self) -> None:
+        if self.diloco.enabled:
+            self._refuse_what_islands_cannot_do()
+            island_batch = self._island_batch_size()
+            options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+            self.island_config = IslandTrainerConfig(**{**options, "train_batch_size": island_batch})
+            self.island_config._validate_and_set_defaults()
+        super()._validate_and_set_defaults()
+
+    def _refuse_what_islands_cannot_do(self) -> None:
+        reasons = {
+            "model_averaging": "the outer model is the average that is evaluated and exported",
+            "quantization": "its statistics belong to an island and have no outer gradient",
+            "use_explicit_mesh_axes": "an island's step needs automatic data and model axes",
+        }
+        for option, reason in reasons.items():
+            if value := getattr(self, option):
+                raise ValueError(f"trainer.{option} ({value}) does not work with {PATH}: {reason}; leave it out.")
+        if self.batch_axis_name is None:
+            raise ValueError(
+                f"trainer.mesh.batch_axis_name (None) must name the axis that {PATH} splits; batch works."
+            )
+
+    def _island_batch_size(self) -> int | list[ScheduleStep[int]]:
+        """B / K, for every phase of the batch schedule; fills in B where only the batch per device is given."""
+        num_islands = self.layout.num_islands
+        per_device = max(self.per_device_parallelism, 1)
+        rows = num_islands * per_device
+        for name in self.data_axes:
+            rows *= self.device_mesh.shape[name]
+        if self.train_batch_size == -1 and self.per_device_parallelism != -1:
+            self.train_batch_size = rows
+        for size in distinct_values(self.train_batch_size):
+            if size % rows != 0:
+                raise ValueError(
+                    f"trainer.train_batch_size ({size}) must be a multiple of {rows}: {num_islands} islands x "
+                    f"{rows // num_islands} rows (the island's data axes x trainer.per_device_parallelism); "
+                    f"{-(-size // rows) * rows} works."
+                )
+        if isinstance(self.train_batch_size, int):
+            return self.train_batch_size // num_islands
+        return [ScheduleStep(phase.start, phase.value // num_islands) for phase in self.train_batch_size]
+
+
+@dataclass
+class IslandTrainerConfig(DiLoCoTrainerConfig):
+    """The options as one island sees them: the run's mesh and model axes, and its own share of the batch."""
+
+    @property
+    def compute_axis_mapping(self) -> ResourceMapping:
+        mapping = {**super().compute_axis_mapping, self.batch_axis_name: self.data_axes}
+        return {logical: axes for logical, axes in mapping.items() if logical != ISLAND}
+
+    @property
+    def parameter_axis_mapping(self) -> ResourceMapping:
+        return {logical: axes for logical, axes in super().parameter_axis_mapping.items() if logical != ISLAND}
+
+    def _validate_and_set_defaults(self) -> None:
+        super(DiLoCoTrainerConfig, self)._validate_and_set_defaults()
