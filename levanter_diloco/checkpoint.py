@@ -1,15 +1,28 @@
-"""Starting and resuming: the run's own checkpoints, stock ones of Levanter, and when a save may ask the others."""
+"""The first state of a run (fresh, resumed, or from a stock checkpoint), and when a save may ask the others."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
-from levanter.checkpoint import Checkpointer, load_checkpoint
+import optax
+from haliax.tree_util import hashable_combine, hashable_partition
+from haliax.util import is_named_array
+from jax import ShapeDtypeStruct
+from jaxtyping import PRNGKeyArray, PyTree
+from levanter.checkpoint import Checkpointer, load_checkpoint, load_checkpoint_or_initialize
 from levanter.checkpoint_manifest import read_manifest
+from levanter.trainer_state import TrainerState, saveable_training_mask
 
-from .config import PATH
+from .config import PATH, OptionError
+from .inner import without_island
+from .mesh import state_shardings
 from .schedule import Schedule
+from .state import DiLoCoState, island_state, schedule_facts
+from .trainer_config import DiLoCoTrainerConfig
 
 
 def holds_islands(path: str) -> bool:
@@ -18,23 +31,93 @@ def holds_islands(path: str) -> bool:
     return manifest is not None and "schedule/islands" in manifest.array_paths
 
 
-def check_resumable(path: str, facts: Mapping[str, int]) -> None:
-    """Refuses a checkpoint whose islands, fragments or events this run's options do not continue.
+@dataclass(frozen=True)
+class StateLoader:
+    """Makes the first state of a run; every array of it lies on its canonical sharding."""
 
-    Args:
-        path: A checkpoint of a DiLoCo run.
-        facts: `state.schedule_facts` of this run.
-    """
-    template = {name: jax.ShapeDtypeStruct((), jnp.int32) for name in facts}
-    stored = {name: int(value) for name, value in load_checkpoint(template, path, subpath="schedule").items()}
-    bound = set(facts) if stored["overlap_steps"] or facts["overlap_steps"] else set(facts) - {"sync_period"}
-    for name in facts:
-        if name in bound and stored[name] != facts[name]:
-            option = {"islands": "islands (K)", "sequential_layers": "layer_order (sequential)"}.get(name, name)
-            raise ValueError(
-                f"{PATH}.{option} ({facts[name]}) must be that of the checkpoint {path}; {stored[name]} works, or "
-                "initialize_model_from_checkpoint_path to start anew from its weights."
+    config: DiLoCoTrainerConfig
+    optimizer: optax.GradientTransformation
+    """The inner optimizer."""
+
+    outer_optimizer: optax.GradientTransformation
+
+    def spread(self, host: TrainerState) -> DiLoCoState:
+        """Starts DiLoCo from a state of the host, fresh or from a stock checkpoint."""
+        return self._place(self._of, host)
+
+    def resume(
+        self, path: str, model_init: Callable[[], PyTree], key: PRNGKeyArray, is_trainable: PyTree
+    ) -> DiLoCoState:
+        """Continues the DiLoCo run whose checkpoint is at `path`; frozen leaves come from `model_init`.
+
+        Raises:
+            OptionError: If its islands, fragments or events are not those of this run.
+        """
+        self._check_resumable(path)
+
+        def fresh(model_init: Callable[[], PyTree], key: PRNGKeyArray) -> DiLoCoState:
+            model = model_init()
+            return self._of(
+                TrainerState.init(self.optimizer, model, key=key, is_trainable=is_trainable, mp=self.config.mp)
             )
+
+        load = load_checkpoint_or_initialize(
+            fresh,
+            [path],
+            axis_mapping=self.config.parameter_axis_mapping,
+            mesh=self.config.device_mesh,
+            is_checkpointed=saveable_training_mask(eqx.filter_eval_shape(fresh, model_init, key), is_trainable),
+            do_load=True,
+        )
+        return self._place(lambda state: state, load(model_init, key))
+
+    def adopt(self, state: DiLoCoState, path: str) -> DiLoCoState:
+        """Loads the full state at `path`, of a DiLoCo run or a stock one, for a run that starts at step 0."""
+        template = state
+        if holds_islands(path):
+            self._check_resumable(path)
+        else:
+            template = eqx.filter_eval_shape(self._host_state, state)
+        mapping, mesh = self.config.parameter_axis_mapping, self.config.device_mesh
+        loaded = load_checkpoint(template, path, axis_mapping=mapping, mesh=mesh)
+        adopted = self._place(lambda state: state, loaded) if template is state else self.spread(loaded)
+        # The host now sets the step to 0, and nothing of the schedule has happened up to there.
+        return dataclasses.replace(adopted, settled=jnp.zeros((), jnp.int32))
+
+    def _check_resumable(self, path: str) -> None:
+        facts = schedule_facts(self.config.diloco, self.config.layout.num_islands)
+        template = {name: ShapeDtypeStruct((), jnp.int32) for name in facts}
+        arrays: Mapping[str, Any] = load_checkpoint(template, path, subpath="schedule")  # Any: arrays for structs
+        stored = {name: int(value) for name, value in arrays.items()}
+        for name, value in facts.items():
+            # Without overlap nothing is ever in flight, so the period may change between two syncs.
+            free = name == "sync_period" and stored["overlap_steps"] == facts["overlap_steps"] == 0
+            if not free and stored[name] != value:
+                option = {"islands": "islands (K)", "sequential_layers": "layer_order (1: sequential)"}.get(name, name)
+                raise OptionError(
+                    f"{PATH}.{option} ({value}) must be that of the checkpoint {path}; {stored[name]} works, or "
+                    "initialize_model_from_checkpoint_path to start anew from its outer parameters."
+                )
+
+    def _of(self, host: TrainerState) -> DiLoCoState:
+        return DiLoCoState.of(host, self.config.diloco, self.config.layout.num_islands, self.outer_optimizer)
+
+    def _place(self, make: Callable[..., DiLoCoState], *args: PyTree) -> DiLoCoState:
+        """Runs `make` with the canonical shardings as its result's, so that no step is ever compiled twice."""
+        arrays, rest = hashable_partition(args, eqx.is_array)
+        shapes, static = eqx.partition(eqx.filter_eval_shape(make, *args), lambda x: isinstance(x, ShapeDtypeStruct))
+
+        def leaves(arrays: PyTree) -> list[jax.Array]:
+            return jax.tree.leaves(eqx.filter(make(*hashable_combine(arrays, rest)), eqx.is_array))
+
+        where = state_shardings(shapes, self.config.device_mesh, self.config.parameter_axis_mapping)
+        placed = jax.jit(leaves, out_shardings=where)(arrays)
+        return eqx.combine(jax.tree.structure(shapes).unflatten(placed), static)
+
+    def _host_state(self, state: DiLoCoState) -> TrainerState:
+        """The state of a host trainer with one island's arrays: the structure of a stock checkpoint."""
+        island = jax.tree.map(without_island, jax.tree.map(lambda x: x[0], state.islands), is_leaf=is_named_array)
+        return island_state(state, island, state.model, self.optimizer, state.step)
 
 
 def save_without_barriers(checkpointer: Checkpointer, schedule: Schedule) -> None:
@@ -48,7 +131,7 @@ def save_without_barriers(checkpointer: Checkpointer, schedule: Schedule) -> Non
     def on_step(*, tree: PyTree, step: int, force: bool = False) -> None:
         every = checkpointer._get_current_step_save_interval(step)
         due = every is not None and step % every == 0
-        if force or due or schedule.reduced(int(step) + 1) is not None:
+        if force or due or schedule.reduced(step + 1) is not None:
             host_on_step(tree=tree, step=step, force=force)
 
     checkpointer.on_step = on_step

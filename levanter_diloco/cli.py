@@ -1,8 +1,13 @@
 """`levanter-diloco <command>`: loads the plugins, then runs the host's own program."""
 
+import contextlib
+import dataclasses
 import importlib
+import io
 import sys
+import typing
 from importlib.metadata import entry_points
+from typing import Any, NoReturn
 
 COMMANDS = {"train_lm": "levanter_diloco.main.train_lm"}
 
@@ -19,21 +24,76 @@ def main(argv: list[str] | None = None) -> None:
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in ("-h", "--help"):
         print(USAGE)
-        return
-    if args[0] not in COMMANDS:
-        sys.exit(f"levanter-diloco: unknown command {args[0]!r}; the commands are {', '.join(COMMANDS)}")
-    run(COMMANDS[args[0]], args[1:])
+    elif args[0] not in COMMANDS:
+        _refuse(f"unknown command {args[0]!r}; the commands are {', '.join(COMMANDS)}")
+    else:
+        run(COMMANDS[args[0]], args[1:])
 
 
 def run(module: str, args: list[str]) -> None:
-    """Loads every plugin of the group `levanter.plugins`, then runs `main` of `module` on the parsed options."""
+    """Loads every plugin of the group `levanter.plugins`, then runs `main` of `module` on the options in `args`."""
     for plugin in entry_points(group=PLUGINS):
         plugin.load()()
-    program = importlib.import_module(module)
-    import draccus
-    import levanter.config
+    # Only now, here and below: --help and a wrong command answer at once, the host takes 15 seconds to import.
+    from .config import ModelError, OptionError
 
+    program = importlib.import_module(module)
+    config_class = typing.get_type_hints(program.main)["config"]
+    config = parse(config_class, args)
     try:
-        levanter.config.main(program.main, args=args)()
-    except draccus.utils.ParsingError as error:
-        sys.exit(f"levanter-diloco: {error}")
+        program.main(config)
+    except (OptionError, ModelError) as error:
+        _refuse(str(error))
+
+
+def parse(config_class: type, args: list[str]) -> Any:  # Any: an instance of `config_class`
+    """Parses a YAML and flags as the host does; exits with 2 and one line where they do not fit `config_class`."""
+    import levanter.config
+    from draccus.utils import DecodingError, ParsingError
+
+    from .config import OptionError
+
+    def options(config: Any) -> Any:  # Any: annotated below, for the host to read
+        return config
+
+    options.__annotations__["config"] = config_class
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return levanter.config.main(options, args=args)()
+    except ParsingError as error:
+        if isinstance(error.__cause__, OptionError):  # draccus hides the sentence that says what is wrong
+            _refuse(str(error.__cause__))
+        known = _known_options(config_class, error) if isinstance(error, DecodingError) else []
+        _refuse(str(error) + (f"; the options are {', '.join(known)}" if known else ""))
+    except SystemExit as exit:
+        if exit.code != 2:  # --help
+            raise
+        usage, _, reason = complaint.getvalue().rpartition(": error: ")
+        block = next((word.rpartition(".")[0] for word in reason.split() if word.startswith("--")), "--")
+        flags = [word.strip("[]") for word in usage.split() if word.startswith(f"[{block}.")]
+        _refuse(reason.strip() + (f"; the options are {' '.join(flags)}" if flags else ""))
+
+
+def _known_options(config_class: type, error: Any) -> list[str]:  # Any: DecodingError
+    """The options of the block that `error` is about, where it is about an unknown one."""
+    from draccus.choice_types import ChoiceType
+    from draccus.utils import stringify_type
+
+    block: Any = config_class
+    for name in error.key_path:
+        block = typing.get_type_hints(block).get(name) if dataclasses.is_dataclass(block) else None
+    if isinstance(block, type) and issubclass(block, ChoiceType):
+        choices = block.get_known_choices()
+        named = [choice for choice in choices.values() if error.message.endswith(f" {stringify_type(choice)}")]
+        if not named:
+            return sorted(choices) if "choice class" in error.message else []
+        block = named[0]
+    if not dataclasses.is_dataclass(block) or "not valid for" not in error.message:
+        return []
+    return [field.name for field in dataclasses.fields(block)]
+
+
+def _refuse(sentence: str) -> NoReturn:
+    print(f"levanter-diloco: {sentence}", file=sys.stderr)
+    sys.exit(2)

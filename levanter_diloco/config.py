@@ -1,15 +1,11 @@
 """Options of `trainer.diloco`, and the rules that need nothing but the options themselves."""
 
 import abc
-import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import draccus
 import optax
-from draccus.parsers.decoding import decode_choice_class, decode_dataclass
-from draccus.utils import DecodingError, ParsingError
 
 from .schedule import Schedule
 
@@ -172,37 +168,19 @@ class DiLoCoConfig:
         return Schedule(self.sync_period, self.num_fragments, self.overlap_steps)
 
 
-def option_error(option: str, value: object, rule: str, works: object) -> ValueError:
-    """An error that names the option by its YAML path, its value, the rule and a value that works."""
-    return ValueError(f"{PATH}.{option} ({value}) must {rule}; {works} works.")
+class OptionError(ValueError):
+    """Bad input: one sentence with the option's YAML path, its value, the rule and a value that works."""
+
+
+class ModelError(TypeError):
+    """A model whose structure the options do not fit; likewise one sentence."""
+
+
+def option_error(option: str, value: object, rule: str, works: object) -> OptionError:
+    """Builds the sentence for an option of the block."""
+    return OptionError(f"{PATH}.{option} ({value}) must {rule}; {works} works.")
 
 
 def _require(holds: bool, option: str, value: object, rule: str, works: object) -> None:
     if not holds:
         raise option_error(option, value, rule, works)
-
-
-def _decode(cls: type, raw: Any, path: Sequence[str] = ()) -> Any:  # Any: whatever the YAML holds
-    """Decodes `cls`, listing the known options where draccus only names the unknown one."""
-    choices = cls.get_known_choices() if cls is OuterOptimizerConfig else {}
-    if not isinstance(raw, dict):
-        raise DecodingError(path, f"must be a block of options, found {raw!r}; an empty block is {{}}")
-    name = raw.get("type", "nesterov")
-    if choices and name not in choices:
-        raise DecodingError(
-            (*path, "type"), f"unknown outer optimizer {name!r}; the known ones are {', '.join(choices)}"
-        )
-    known = [f.name for f in dataclasses.fields(choices.get(name, cls))] + (["type"] if choices else [])
-    if unknown := sorted(raw.keys() - set(known)):
-        raise DecodingError(path, f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
-    try:
-        return decode_choice_class(cls, raw, path) if choices else decode_dataclass(cls, raw, path)
-    except ParsingError as error:
-        # draccus hides the rule that __post_init__ named; that sentence is the whole point of it.
-        if isinstance(error.__cause__, ValueError) and not isinstance(error, DecodingError):
-            raise error.__cause__ from None
-        raise
-
-
-draccus.decode.register(DiLoCoConfig, lambda raw, path=(): _decode(DiLoCoConfig, raw, path))
-draccus.decode.register(OuterOptimizerConfig, lambda raw, path=(): _decode(OuterOptimizerConfig, raw, path))

@@ -6,7 +6,7 @@ is one slice and its index may be traced: one program serves all layer fragments
 """
 
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 import haliax as hax
 import jax
@@ -17,15 +17,13 @@ from haliax.util import is_named_array
 from jax.tree_util import keystr
 from jaxtyping import PyTree
 
-from .config import PATH
+from .config import PATH, ModelError, OptionError
 
 FRAGMENT = "fragment"
 ROW = "row"
 
 Params = PyTree[NamedArray | None]
 """A model with `None` in place of every leaf that is not meant."""
-
-T = TypeVar("T", bound=PyTree)
 
 
 @dataclass(frozen=True)
@@ -49,19 +47,19 @@ class Partition:
         """Refuses a model that this partition cannot cut.
 
         Raises:
-            TypeError: If a trainable leaf is not a NamedArray, or if the model has no stacked layers.
-            ValueError: If P - 1 does not divide the layer count, or a fragment would be empty.
+            ModelError: If a trainable leaf is not a NamedArray, or if the model has no stacked layers.
+            OptionError: If P - 1 does not divide the layer count, or a fragment would be empty.
         """
         for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_named_array):
             if not is_named_array(leaf):
-                raise TypeError(
+                raise ModelError(
                     f"trainable leaf {keystr(path)} is a {type(leaf).__name__}; fragments need NamedArrays."
                 )
         layer_axes = self._layer_axes(params)
         if self.num_fragments > 1:
             self._check_layers({axis for axis in layer_axes if axis is not None})
         if None not in layer_axes:
-            raise ValueError(
+            raise OptionError(
                 f"{PATH}.num_fragments ({self.num_fragments}) leaves fragment 0 empty: no trainable parameters "
                 "outside the layer stack; 1 works."
             )
@@ -86,6 +84,7 @@ class Partition:
         def put_leaf(x: NamedArray, axis: Axis | None, value: NamedArray | None) -> NamedArray:
             if value is None or axis is None:
                 return x if value is None else value
+            assert index is not None  # values inside a stack belong to a layer fragment
             layers = put_fragment(self._unflatten(x, axis), index, value)
             return layers.flatten_axes((ROW, FRAGMENT) if self.layer_order == "interleaved" else (FRAGMENT, ROW), axis)
 
@@ -115,14 +114,14 @@ class Partition:
 
     def _check_layers(self, layer_axes: set[Axis]) -> None:
         if not layer_axes:
-            raise TypeError(
+            raise ModelError(
                 f"{PATH}.num_fragments ({self.num_fragments}) needs trainable layers in a stack (haliax.nn.Stacked), "
                 "found none; 1 works, or model.scan_layers: true where the model has that option."
             )
         for depth in {axis.size for axis in layer_axes}:
             if depth % (self.num_fragments - 1) != 0:
                 valid = ", ".join(str(n + 1) for n in range(1, depth + 1) if depth % n == 0)
-                raise ValueError(
+                raise OptionError(
                     f"{PATH}.num_fragments ({self.num_fragments}) must be 1 more than a divisor of the {depth} "
                     f"layers; 1, {valid} work."
                 )
@@ -134,18 +133,19 @@ class Partition:
         return x.unflatten_axis(layer_axis.name, axes)
 
 
-def take_fragment(tree: T, index: IntScalar) -> T:
+def take_fragment[T: PyTree](tree: T, index: IntScalar) -> T:
     """Returns slice `index` of the fragment axis; raw arrays (an optimizer's counts) carry it first."""
 
     def take(x: PyTree) -> PyTree:
         if not is_named_array(x):
             return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+        # pyrefly: ignore[bad-argument-type]  haliax allows a traced start, its type does not say so
         return hax.slice(x, FRAGMENT, start=index, length=1)[FRAGMENT, 0]
 
     return jax.tree.map(take, tree, is_leaf=is_named_array)
 
 
-def put_fragment(tree: T, index: IntScalar, values: T) -> T:
+def put_fragment[T: PyTree](tree: T, index: IntScalar, values: T) -> T:
     """Returns `tree` with slice `index` of the fragment axis replaced; the inverse of `take_fragment`."""
 
     def put(x: PyTree, value: PyTree) -> PyTree:

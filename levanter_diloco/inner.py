@@ -1,27 +1,28 @@
 """The inner step: the host's own training step, once for every island."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 from haliax import Axis, NamedArray
+from haliax.types import IntScalar
 from haliax.util import is_named_array
 from jax.sharding import AbstractMesh, PartitionSpec
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, PyTree
 from levanter.trainer import Trainer
-from levanter.trainer_state import TrainerState, trainables_only
+from levanter.trainer_state import trainables_only
 
 from .outer import ISLAND
-from .state import DiLoCoState, Islands
+from .state import DiLoCoState, Islands, island_state
 
 
 class InnerReport(NamedTuple):
     """What the islands say of one inner step; every array leads with the island axis and stays on its island."""
 
-    loss: Float[Array, " K"]
-    loss_metrics: dict[str, Array]
+    loss: PyTree[Array]  # PyTree: or a sharding for it, like the others
+    loss_metrics: PyTree[Array]
     hook_infos: PyTree
 
 
@@ -41,27 +42,18 @@ def inner_step(
         islands_per_slot: Islands on one slot of the mesh axis; they run one after another.
         hooks: Whether to run the jit hooks.
     """
-    Batch = trainer.config.batch_axis_name
+    Batch = str(trainer.config.batch_axis_name)  # the options are refused where it is None
     arrays, static = eqx.partition(state.model, eqx.is_array)
 
-    def island_step(island: Islands, model: PyTree, step: Array, batch: PyTree) -> tuple[Islands, InnerReport]:
-        host = TrainerState(
-            step=step,
-            model=eqx.combine(island.params, model, static),
-            optimizer=trainer.optimizer,
-            opt_state=island.opt_state,
-            training_key=island.key,
-            is_trainable=state.is_trainable,
-            mp=state.mp,
-            model_averaging=None,
-        )
+    def island_step(island: Islands, model: PyTree, step: IntScalar, batch: PyTree) -> tuple[Islands, InnerReport]:
+        host = island_state(state, island, eqx.combine(model, static), trainer.optimizer, step)
         result = trainer._train_step(host, *batch, _no_hooks=not hooks)
         new = result.new_state
         params = trainables_only(new.model, state.is_trainable)
         report = InnerReport(result.loss, result.loss_metrics, result.hook_infos)
         return Islands(params, new.opt_state, new.training_key), report
 
-    def slot_step(islands: Islands, model: PyTree, step: Array, batch: PyTree) -> tuple[Islands, InnerReport]:
+    def slot_step(islands: Islands, model: PyTree, step: IntScalar, batch: PyTree) -> tuple[Islands, InnerReport]:
         rows = _rows(batch, Batch, islands_per_slot)
         return _each(lambda island, rows: island_step(island, model, step, rows), islands_per_slot)(islands, rows)
 
@@ -120,7 +112,7 @@ def _batch_specs(batch: PyTree, Batch: str) -> PyTree:
 
 
 @contextlib.contextmanager
-def _constants_outside_the_mesh() -> Iterator[None]:
+def _constants_outside_the_mesh() -> Generator[None]:
     """Lets the host's `jax.ensure_compile_time_eval` run while a mesh is partly manual.
 
     Its rotary embeddings compute constants under it, and JAX refuses to run an operation eagerly in such
@@ -129,7 +121,7 @@ def _constants_outside_the_mesh() -> Iterator[None]:
     original = jax.ensure_compile_time_eval
 
     @contextlib.contextmanager
-    def outside() -> Iterator[None]:
+    def outside() -> Generator[None]:
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), original():
             yield
 

@@ -43,7 +43,7 @@ def resolve_islands(diloco: DiLoCoConfig, mesh: MeshConfig, num_devices: int, nu
     """Settles the island counts from the options, the user's own mesh and the devices.
 
     Raises:
-        ValueError: If an option and the mesh disagree, or a -1 cannot be resolved.
+        OptionError: If an option and the mesh disagree, or a -1 cannot be resolved.
     """
     ici = _agreed("ici_islands", diloco.ici_islands, "mesh.axes", mesh.axes, default=1)
     dcn = _agreed("dcn_islands", diloco.dcn_islands, "mesh.dcn_axes", mesh.dcn_axes, default=-1)

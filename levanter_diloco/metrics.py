@@ -147,7 +147,9 @@ class Board:
         horizon: Steps after which a record is taken down: two effective periods, since a sync ends
             any larger lead of one process over another.
         """
-        self._client = distributed.global_state.client
+        client = distributed.global_state.client
+        assert client is not None  # there are several processes
+        self._client = client
         self._prefix = f"levanter_diloco/{run_id}"
         self._horizon = horizon
 
@@ -196,7 +198,7 @@ class IslandTracker(CompositeTracker):
         if self._board is None or step is None:
             super().log(metrics, step=step, commit=commit)
         else:
-            self._held.setdefault(int(step), {}).update(metrics)
+            self._held.setdefault(step, {}).update(metrics)
 
     def finish(self) -> None:
         if self._board is not None:
@@ -207,7 +209,7 @@ class IslandTracker(CompositeTracker):
         newest = max(self._records, default=-1)
         for step in sorted(self._held.keys() | self._records.keys()):
             record = self._records.get(step)
-            islands = {} if record is None else self._board.look(step)
+            islands = {} if record is None or self._board is None else self._board.look(step)
             # The newest step is still being logged; an older one waits for the slowest island.
             if not everything and (step >= newest or (record is not None and len(islands) < self._num_islands)):
                 return

@@ -3,8 +3,6 @@
 Trees are `Params`: NamedArrays, with `None` where a leaf is not meant. `Island` is the axis `diloco`.
 """
 
-from typing import TypeVar
-
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -16,8 +14,6 @@ from jaxtyping import Float, PyTree
 from .fragments import Params
 
 ISLAND = "diloco"
-
-S = TypeVar("S", bound=PyTree)
 
 
 def island_gradients(outer: Params, islands: Params) -> Params:
@@ -53,8 +49,8 @@ def outer_gradient(gradients: Params, Island: AxisSelector = ISLAND) -> Params:
 
 
 def outer_step(
-    optimizer: optax.GradientTransformation, opt_state: S, outer: Params, gradient: Params
-) -> tuple[Params, S]:
+    optimizer: optax.GradientTransformation, opt_state: PyTree, outer: Params, gradient: Params
+) -> tuple[Params, PyTree]:
     """One step of the outer optimizer on one fragment: `(Theta, m) <- OuterOpt(Theta, m, Delta)` [DiLoCo].
 
     Args:

@@ -5,7 +5,6 @@ reduce of the rest. Which one runs is host arithmetic, so no program holds a bra
 """
 
 import dataclasses
-from collections.abc import Callable
 from functools import cache
 from typing import Literal
 
@@ -34,24 +33,25 @@ Kind = Literal["keep", "merge", "reduce_kept", "whole", "settle"]
 class Programs:
     """The compiled functions of one run. Each donates the state it is given."""
 
-    def __init__(self, trainer: Trainer, sync: Sync, islands_per_slot: int, overlap_steps: int, state: DiLoCoState):
+    def __init__(self, trainer: Trainer, sync: Sync, islands_per_slot: int, state: DiLoCoState):
         """Args:
         trainer: The host trainer of one island.
         sync: The run's sync.
         islands_per_slot: Islands on one slot of the mesh axis.
-        overlap_steps: V; with 0 a sync stands behind the inner step of its program, else around it.
-        state: Any state of the run: its structure and its non-array leaves never change.
+        state: Any state of the run: its structure and its non-array leaves never change. Where it has room
+            for a captured fragment (V >= 1), a sync stands around the inner step of its program, else behind.
         """
         self._trainer = trainer
         self._sync = sync
         self._islands_per_slot = islands_per_slot
-        self._overlap_steps = overlap_steps
         arrays, self._static = eqx.partition(state, eqx.is_array)
         self._treedef = jax.tree.structure(arrays)
         self._state_shardings = state_shardings(arrays, sync.mesh, sync.mapping)
         everywhere, own = (NamedSharding(sync.mesh, PartitionSpec(*spec)) for spec in ((), (ISLAND,)))
-        self._inner_shardings = InnerReport(own, own, own)
-        self._sync_shardings = SyncReport(own, everywhere, everywhere)
+        self._inner_shardings, self._sync_shardings = (
+            InnerReport(own, own, own),
+            SyncReport(own, everywhere, everywhere),
+        )
 
     def step(
         self, state: DiLoCoState, batch: PyTree, *, reduce: int | None, hooks: bool
@@ -83,15 +83,15 @@ class Programs:
         return eqx.combine(self._treedef.unflatten(leaves), self._static)
 
     @cache  # noqa: B019  as long-lived as the run
-    def _step_program(self, part: Part | None, hooks: bool) -> Callable:
+    def _step_program(self, part: Part | None, hooks: bool) -> jax.stages.Wrapped:
         def step(
             leaves: list[jax.Array], batch: PyTree, index: IntScalar, static: tuple
         ) -> tuple[list[jax.Array], InnerReport, SyncReport | None]:
-            state, index = self._state(leaves), index if part == LAYERS else None
-            batch = hashable_combine(batch, static)
+            state, batch = self._state(leaves), hashable_combine(batch, static)
+            layer = index if part == LAYERS else None
             report = gradients = gradient = None
             with hax.axis_mapping(self._sync.mapping):
-                if part is not None and self._overlap_steps > 0:
+                if part is not None and state.captured is not None:
                     # Ahead of forward and backward and unread by them: the exchange may take the whole step.
                     gradients = state.captured[part]
                     gradient = self._sync.reduce(gradients)
@@ -99,10 +99,10 @@ class Programs:
                     self._trainer, state, batch, islands_per_slot=self._islands_per_slot, hooks=hooks
                 )
                 state = dataclasses.replace(state, islands=islands, step=state.step + 1)
-                if part is not None and self._overlap_steps > 0:
-                    state, report = self._sync.outer_step(state, index, gradients, gradient)
+                if part is not None and state.captured is not None:
+                    state, report = self._sync.outer_step(state, layer, gradients, gradient)
                 elif part is not None:
-                    state, report = self._sync.whole(state, index)
+                    state, report = self._sync.whole(state, layer)
             return self._leaves(state), inner, report
 
         sync_shardings = None if part is None else self._sync_shardings
@@ -110,7 +110,7 @@ class Programs:
         return jax.jit(step, donate_argnums=0, static_argnums=3, out_shardings=out_shardings)
 
     @cache  # noqa: B019
-    def _sync_program(self, kind: Kind, part: Part) -> Callable:
+    def _sync_program(self, kind: Kind, part: Part | None) -> jax.stages.Wrapped:
         reports = kind in ("reduce_kept", "whole")
 
         def apply(leaves: list[jax.Array], index: IntScalar) -> tuple[list[jax.Array], SyncReport | None]:
@@ -123,7 +123,7 @@ class Programs:
         return jax.jit(apply, donate_argnums=0, out_shardings=out_shardings)
 
 
-def _part_of(fragment: int | None) -> tuple[Part | None, IntScalar]:
+def _part_of(fragment: int | None) -> tuple[Part | None, np.int32]:
     """The part that holds `fragment`, and its index among the layer fragments (0 where it means nothing)."""
     if not fragment:
         return (None if fragment is None else REST), np.int32(0)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from haliax import Axis
+from haliax.types import IntScalar
 from haliax.util import is_named_array
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 from levanter.trainer_state import TrainerState, trainables_only
@@ -39,6 +40,8 @@ class DiLoCoState(TrainerState):
     `opt_state` is `{"rest": ..., "layers": ...}`: one state for fragment 0, and the states of the layer
     fragments with a leading axis `fragment`.
     """
+
+    opt_state: dict[str, PyTree]  # pyrefly: ignore[bad-override-mutable-attribute]  the host leaves it open
 
     islands: Islands
 
@@ -81,7 +84,7 @@ class DiLoCoState(TrainerState):
             training_key=key,
             is_trainable=host.is_trainable,
             mp=host.mp,
-            model_averaging=None,
+            model_averaging=None,  # pyrefly: ignore[bad-argument-type]  optional in the host, its type forgets it
             islands=Islands(
                 params=_copies(params, Island),
                 opt_state=_copies(host.opt_state, Island),
@@ -94,6 +97,30 @@ class DiLoCoState(TrainerState):
                 name: jnp.asarray(value, jnp.int32) for name, value in schedule_facts(diloco, num_islands).items()
             },
         )
+
+
+def island_state(
+    state: DiLoCoState, island: Islands, model: PyTree, optimizer: optax.GradientTransformation, step: IntScalar
+) -> TrainerState:
+    """Returns the state of a host trainer that trains one island.
+
+    Args:
+        state: Gives what all islands share: which leaves train, and the precision policy.
+        island: What the island holds, without the island axis.
+        model: Gives the leaves that `island` lacks.
+        optimizer: The inner optimizer.
+        step: Inner steps completed.
+    """
+    return TrainerState(
+        step=step,
+        model=eqx.combine(island.params, model),
+        optimizer=optimizer,
+        opt_state=island.opt_state,
+        training_key=island.key,
+        is_trainable=state.is_trainable,
+        mp=state.mp,
+        model_averaging=None,  # pyrefly: ignore[bad-argument-type]  optional in the host, its type forgets it
+    )
 
 
 def schedule_facts(diloco: DiLoCoConfig, num_islands: int) -> dict[str, int]:

@@ -88,8 +88,8 @@ def cadence_warnings(config: DiLoCoTrainerConfig) -> Iterator[str]:
         # The host counts from 0, so it saves one step after each multiple.
         if min((keep["every"] * n + 1) % spacing for n in range(1, spacing + 1)) > 1:
             yield (
-                f"trainer.checkpointer.keep.every ({keep['every']}) never falls on a sync (every {spacing} steps): the "
-                f"outer model of a checkpoint is up to {spacing} steps old. A multiple of {spacing} does."
+                f"trainer.checkpointer.keep.every ({keep['every']}) never falls on a sync (every {spacing} steps): "
+                f"the outer model of a checkpoint is up to {spacing} steps old. A multiple of {spacing} does."
             )
 
 
@@ -113,7 +113,7 @@ def _lines(
         for name in ("bytes_per_sync", "bytes_per_period", "data_parallel_bytes_per_period")
     )
     saved = figures["data_parallel_bytes_per_period"] / figures["bytes_per_period"]
-    yield f"  an island sends up to {sync} a sync and {period} a period; data parallel {parallel}, {saved:.1f}x as much"
+    yield f"  an island sends up to {sync} a sync, {period} a period; data parallel {parallel}, {saved:.1f}x as much"
     memory = format_size(figures["memory_added_per_device"], binary=True)
     yield f"  memory added per device: {memory} (outer parameters and optimizer state, captured fragments)"
 

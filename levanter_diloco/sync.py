@@ -12,7 +12,7 @@ from haliax.partitioning import ResourceMapping
 from haliax.types import IntScalar
 from haliax.util import is_named_array
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 from levanter.trainer_state import trainables_only
 
 from .exchange import mean_over_islands
@@ -24,11 +24,11 @@ from .state import LAYERS, REST, DiLoCoState
 class SyncReport(NamedTuple):
     """Figures of one fragment's outer step."""
 
-    island_distance: Float[Array, " K"]
+    island_distance: PyTree[Float[Array, " K"]]
     """`|Delta_k|`: how far each island had moved from Theta at the capture. Stays on its island."""
 
-    outer_grad_norm: Float[Array, ""]
-    outer_update_norm: Float[Array, ""]
+    outer_grad_norm: PyTree[Float[Array, ""]]
+    outer_update_norm: PyTree[Float[Array, ""]]
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,11 @@ class Sync:
     def keep(self, state: DiLoCoState, index: IntScalar | None) -> DiLoCoState:
         """Captures one fragment into the state, for an outer step in a later program (V >= 1)."""
         part = REST if index is None else LAYERS
-        return dataclasses.replace(state, captured={**state.captured, part: self.capture(state, index)})
+        return dataclasses.replace(state, captured={**(state.captured or {}), part: self.capture(state, index)})
 
     def reduce_kept(self, state: DiLoCoState, index: IntScalar | None) -> tuple[DiLoCoState, SyncReport]:
         """Reduces the fragment that `keep` captured and steps Theta."""
+        assert state.captured is not None  # V >= 1
         gradients = state.captured[REST if index is None else LAYERS]
         return self.outer_step(state, index, gradients, self.reduce(gradients))
 

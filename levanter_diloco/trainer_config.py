@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import jax
 from haliax.partitioning import ResourceMapping
@@ -10,7 +11,7 @@ from jax.sharding import Mesh
 from levanter.schedule import ScheduleStep, distinct_values
 from levanter.trainer import TrainerConfig
 
-from .config import PATH, DiLoCoConfig
+from .config import PATH, DiLoCoConfig, OptionError
 from .mesh import IslandLayout, island_mesh, resolve_islands
 from .outer import ISLAND
 
@@ -45,7 +46,7 @@ class DiLoCoTrainerConfig(TrainerConfig):
         mapping = super().compute_axis_mapping
         if not self.diloco.enabled:
             return mapping
-        return {**mapping, self.batch_axis_name: (ISLAND, *self.data_axes), ISLAND: ISLAND}
+        return {**mapping, self._batch: (ISLAND, *self.data_axes), ISLAND: ISLAND}
 
     @property
     def parameter_axis_mapping(self) -> ResourceMapping:
@@ -53,9 +54,13 @@ class DiLoCoTrainerConfig(TrainerConfig):
         return {**mapping, ISLAND: ISLAND} if self.diloco.enabled else mapping
 
     @property
+    def _batch(self) -> str:
+        return str(self.batch_axis_name)  # None is refused
+
+    @property
     def data_axes(self) -> tuple[str, ...]:
         """The mesh axes over which one island's batch is split."""
-        axes = super().compute_axis_mapping[self.batch_axis_name]
+        axes = super().compute_axis_mapping[self._batch]
         return tuple(name for name in ([axes] if isinstance(axes, str) else axes) if name != ISLAND)
 
     @cached_property
@@ -66,9 +71,11 @@ class DiLoCoTrainerConfig(TrainerConfig):
     def _validate_and_set_defaults(self) -> None:
         if self.diloco.enabled:
             self._refuse_what_islands_cannot_do()
-            island_batch = self._island_batch_size()
-            options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-            self.island_config = IslandTrainerConfig(**{**options, "train_batch_size": island_batch})
+            # Any: the fields' own types
+            options: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+            options["train_batch_size"] = self._island_batch_size()
+            self.island_config = IslandTrainerConfig(**options)
+            self.island_config.layout, self.island_config.device_mesh = self.layout, self.device_mesh
             self.island_config._validate_and_set_defaults()
         super()._validate_and_set_defaults()
 
@@ -80,9 +87,9 @@ class DiLoCoTrainerConfig(TrainerConfig):
         }
         for option, reason in reasons.items():
             if value := getattr(self, option):
-                raise ValueError(f"trainer.{option} ({value}) does not work with {PATH}: {reason}; leave it out.")
+                raise OptionError(f"trainer.{option} ({value}) does not work with {PATH}: {reason}; leave it out.")
         if self.batch_axis_name is None:
-            raise ValueError(
+            raise OptionError(
                 f"trainer.mesh.batch_axis_name (None) must name the axis that {PATH} splits; batch works."
             )
 
@@ -97,7 +104,7 @@ class DiLoCoTrainerConfig(TrainerConfig):
             self.train_batch_size = rows
         for size in distinct_values(self.train_batch_size):
             if size % rows != 0:
-                raise ValueError(
+                raise OptionError(
                     f"trainer.train_batch_size ({size}) must be a multiple of {rows}: {num_islands} islands x "
                     f"{rows // num_islands} rows (the island's data axes x trainer.per_device_parallelism); "
                     f"{-(-size // rows) * rows} works."
@@ -113,7 +120,7 @@ class IslandTrainerConfig(DiLoCoTrainerConfig):
 
     @property
     def compute_axis_mapping(self) -> ResourceMapping:
-        mapping = {**super().compute_axis_mapping, self.batch_axis_name: self.data_axes}
+        mapping = {**super().compute_axis_mapping, self._batch: self.data_axes}
         return {logical: axes for logical, axes in mapping.items() if logical != ISLAND}
 
     @property

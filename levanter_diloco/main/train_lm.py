@@ -1,5 +1,6 @@
 """`levanter.main.train_lm` with the block `trainer.diloco`."""
 
+import sys
 from dataclasses import dataclass, field
 
 import equinox as eqx
@@ -8,6 +9,7 @@ import levanter.main.train_lm as host
 from haliax import Axis
 from levanter.trainer_state import trainables_only
 
+from ..cli import run
 from ..fragments import Partition
 from ..trainer import islands_in
 from ..trainer_config import DiLoCoTrainerConfig
@@ -17,6 +19,7 @@ from ..trainer_config import DiLoCoTrainerConfig
 class TrainDiLoCoLmConfig(host.TrainLmConfig):
     """The host's `TrainLmConfig`; its `trainer` may hold a block `diloco`."""
 
+    # pyrefly: ignore[bad-override-mutable-attribute]  a narrower block; the host never puts another one there
     trainer: DiLoCoTrainerConfig = field(default_factory=DiLoCoTrainerConfig)
 
 
@@ -47,3 +50,7 @@ def check_model(config: TrainDiLoCoLmConfig) -> None:
     diloco = config.trainer.diloco
     partition = Partition(diloco.num_fragments, diloco.layer_order)
     partition.check(trainables_only(model, config.adapter.trainable_filter(model)))
+
+
+if __name__ == "__main__":
+    run("levanter_diloco.main.train_lm", sys.argv[1:])
