@@ -134,7 +134,11 @@ class Partition:
 
 
 def take_fragment[T: PyTree](tree: T, index: IntScalar) -> T:
-    """Returns slice `index` of the fragment axis; raw arrays (an optimizer's counts) carry it first."""
+    """Returns slice `index` of the fragment axis; raw arrays (an optimizer's counts) carry it first.
+
+    The slices stand behind a barrier: fused into what reads them, they would be read after the fragment is put
+    back, and XLA would copy the whole stack to keep the old values.
+    """
 
     def take(x: PyTree) -> PyTree:
         if not is_named_array(x):
@@ -142,7 +146,7 @@ def take_fragment[T: PyTree](tree: T, index: IntScalar) -> T:
         # pyrefly: ignore[bad-argument-type]  haliax allows a traced start, its type does not say so
         return hax.slice(x, FRAGMENT, start=index, length=1)[FRAGMENT, 0]
 
-    return jax.tree.map(take, tree, is_leaf=is_named_array)
+    return jax.lax.optimization_barrier(jax.tree.map(take, tree, is_leaf=is_named_array))
 
 
 def put_fragment[T: PyTree](tree: T, index: IntScalar, values: T) -> T:

@@ -53,10 +53,43 @@ class Sync:
         """Returns `Delta`, axes `{...}`, f32. The one exchange between islands."""
         return mean_over_islands(gradients, self.mesh, self.mapping)
 
+    def merge(self, state: DiLoCoState, index: IntScalar | None) -> DiLoCoState:
+        """Lets every island take up Theta of one fragment."""
+        return self._merge(state, index, self.partition.take(self._outer(state), index))
+
+    def keep(self, state: DiLoCoState, index: IntScalar | None) -> DiLoCoState:
+        """Captures one fragment into the state, for an outer step in a later program (V >= 1)."""
+        part = REST if index is None else LAYERS
+        return dataclasses.replace(state, captured={**(state.captured or {}), part: self.capture(state, index)})
+
     def outer_step(
         self, state: DiLoCoState, index: IntScalar | None, gradients: Params, gradient: Params
     ) -> tuple[DiLoCoState, SyncReport]:
         """Steps one fragment of Theta by `gradient`, the mean of `gradients`."""
+        state, _, report = self._outer_step(state, index, gradients, gradient)
+        return state, report
+
+    def reduce_kept(self, state: DiLoCoState, index: IntScalar | None) -> tuple[DiLoCoState, SyncReport]:
+        """Reduces the fragment that `keep` captured and steps Theta."""
+        assert state.captured is not None  # V >= 1
+        gradients = state.captured[REST if index is None else LAYERS]
+        return self.outer_step(state, index, gradients, self.reduce(gradients))
+
+    def whole(self, state: DiLoCoState, index: IntScalar | None) -> tuple[DiLoCoState, SyncReport]:
+        """A sync without overlap: capture, reduce, outer step and merge of one fragment at once."""
+        gradients = self.capture(state, index)
+        state, after, report = self._outer_step(state, index, gradients, self.reduce(gradients))
+        return self._merge(state, index, after), report
+
+    def settle(self, state: DiLoCoState, index: IntScalar | None) -> DiLoCoState:
+        """Notes that no capture up to this step has an event left; `index` is not used."""
+        del index
+        return dataclasses.replace(state, settled=jnp.copy(state.step).astype(jnp.int32))
+
+    def _outer_step(
+        self, state: DiLoCoState, index: IntScalar | None, gradients: Params, gradient: Params
+    ) -> tuple[DiLoCoState, Params, SyncReport]:
+        """Also returns the new Theta of the fragment: read back from the state, it would cost a copy of the stack."""
         outer = self._outer(state)
         part = REST if index is None else LAYERS
         before = self.partition.take(outer, index)
@@ -69,37 +102,13 @@ class Sync:
         Island = jax.tree.leaves(gradients, is_leaf=is_named_array)[0].resolve_axis(ISLAND)
         moved = jax.tree.map(lambda new, old: new - old, after, before, is_leaf=is_named_array)
         report = SyncReport(norm(gradients, Island), norm(gradient), norm(moved))
-        return dataclasses.replace(state, model=model, opt_state=opt_state, outer_steps=counts), report
+        return dataclasses.replace(state, model=model, opt_state=opt_state, outer_steps=counts), after, report
 
-    def merge(self, state: DiLoCoState, index: IntScalar | None) -> DiLoCoState:
-        """Lets every island take up Theta of one fragment."""
+    def _merge(self, state: DiLoCoState, index: IntScalar | None, outer: Params) -> DiLoCoState:
         params = state.islands.params
-        outer = self.partition.take(self._outer(state), index)
         merged = merge(outer, self.partition.take(params, index), self.mixing_alpha)
         islands = dataclasses.replace(state.islands, params=self.partition.put(params, index, merged))
         return dataclasses.replace(state, islands=islands)
-
-    def keep(self, state: DiLoCoState, index: IntScalar | None) -> DiLoCoState:
-        """Captures one fragment into the state, for an outer step in a later program (V >= 1)."""
-        part = REST if index is None else LAYERS
-        return dataclasses.replace(state, captured={**(state.captured or {}), part: self.capture(state, index)})
-
-    def reduce_kept(self, state: DiLoCoState, index: IntScalar | None) -> tuple[DiLoCoState, SyncReport]:
-        """Reduces the fragment that `keep` captured and steps Theta."""
-        assert state.captured is not None  # V >= 1
-        gradients = state.captured[REST if index is None else LAYERS]
-        return self.outer_step(state, index, gradients, self.reduce(gradients))
-
-    def whole(self, state: DiLoCoState, index: IntScalar | None) -> tuple[DiLoCoState, SyncReport]:
-        """A sync without overlap: capture, reduce, outer step and merge of one fragment at once."""
-        gradients = self.capture(state, index)
-        state, report = self.outer_step(state, index, gradients, self.reduce(gradients))
-        return self.merge(state, index), report
-
-    def settle(self, state: DiLoCoState, index: IntScalar | None) -> DiLoCoState:
-        """Notes that no capture up to this step has an event left; `index` is not used."""
-        del index
-        return dataclasses.replace(state, settled=jnp.copy(state.step).astype(jnp.int32))
 
     @staticmethod
     def _outer(state: DiLoCoState) -> Params:
