@@ -49,9 +49,7 @@ def run(module: str, args: list[str]) -> None:
 def parse(config_class: type, args: list[str]) -> Any:  # Any: an instance of `config_class`
     """Parses a YAML and flags as the host does; exits with 2 and one line where they do not fit `config_class`."""
     import levanter.config
-    from draccus.utils import DecodingError, ParsingError
-
-    from .config import OptionError
+    from draccus.utils import ParsingError
 
     def options(config: Any) -> Any:  # Any: annotated below, for the host to read
         return config
@@ -61,18 +59,35 @@ def parse(config_class: type, args: list[str]) -> Any:  # Any: an instance of `c
     try:
         with contextlib.redirect_stderr(complaint):
             return levanter.config.main(options, args=args)()
+    except OSError as error:
+        _refuse(str(error))
     except ParsingError as error:
-        if isinstance(error.__cause__, OptionError):  # draccus hides the sentence that says what is wrong
-            _refuse(str(error.__cause__))
-        known = _known_options(config_class, error) if isinstance(error, DecodingError) else []
-        _refuse(str(error) + (f"; the options are {', '.join(known)}" if known else ""))
+        _refuse(_explain(config_class, error))
     except SystemExit as exit:
         if exit.code != 2:  # --help
             raise
         usage, _, reason = complaint.getvalue().rpartition(": error: ")
         block = next((word.rpartition(".")[0] for word in reason.split() if word.startswith("--")), "--")
         flags = [word.strip("[]") for word in usage.split() if word.startswith(f"[{block}.")]
-        _refuse(reason.strip() + (f"; the options are {' '.join(flags)}" if flags else ""))
+        _refuse(reason + (f"; the options are {' '.join(flags)}" if flags else ""))
+
+
+def _explain(config_class: type, error: Exception) -> str:
+    """Says what is wrong with a YAML, where draccus leaves the reason or the known options out."""
+    from draccus.utils import DecodingError
+
+    from .config import OptionError
+
+    if isinstance(error.__cause__, OptionError):
+        return str(error.__cause__)
+    if not isinstance(error, DecodingError):
+        hint = error.__cause__ or "a block with a type is written like trainer.diloco.outer: {type: nesterov}"
+        return f"{error}: {hint}"
+    if isinstance(error.__cause__, AttributeError | TypeError):  # draccus took a value for a block
+        found = error.message.partition("value=")[2].partition(" into field")[0]
+        return f"{'.'.join(error.key_path)} must be a block of options, found {found}; an empty block is {{}}"
+    known = _known_options(config_class, error)
+    return str(error) + (f"; the options are {', '.join(known)}" if known else "")
 
 
 def _known_options(config_class: type, error: Any) -> list[str]:  # Any: DecodingError
@@ -95,5 +110,5 @@ def _known_options(config_class: type, error: Any) -> list[str]:  # Any: Decodin
 
 
 def _refuse(sentence: str) -> NoReturn:
-    print(f"levanter-diloco: {sentence}", file=sys.stderr)
+    print(f"levanter-diloco: {' '.join(sentence.split())}", file=sys.stderr)
     sys.exit(2)

@@ -1,6 +1,7 @@
 """Options of `trainer.diloco`, and the rules that need nothing but the options themselves."""
 
 import abc
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,6 +11,8 @@ import optax
 from .schedule import Schedule
 
 PATH = "trainer.diloco"
+
+SCHEDULES = ("constant", "linear", "cosine")
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,10 @@ class OuterOptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
     """Final rate over peak rate, in [0, 1]; no effect on a constant schedule."""
 
     def __post_init__(self) -> None:
-        _require(self.learning_rate >= 0, "outer.learning_rate", self.learning_rate, "be at least 0", 0.7)
+        rate = self.learning_rate
+        _require(rate >= 0, "outer.learning_rate", rate, "be at least 0", 0.7)
+        _require(rate < math.inf, "outer.learning_rate", rate, "be finite", 0.7)
+        _require_one_of(SCHEDULES, "outer.lr_schedule", self.lr_schedule)
         _require(self.warmup >= 0, "outer.warmup", self.warmup, "be at least 0", 0)
         _require(0 <= self.min_lr_ratio <= 1, "outer.min_lr_ratio", self.min_lr_ratio, "lie in [0, 1]", 0.1)
 
@@ -107,6 +113,12 @@ class AdamConfig(OuterOptimizerConfig):
     epsilon: float = 0.1
     """Large, as in [DiLoCo]: outer gradients are small and few."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(0 <= self.beta1 < 1, "outer.beta1", self.beta1, "lie in [0, 1)", 0.9)
+        _require(0 <= self.beta2 < 1, "outer.beta2", self.beta2, "lie in [0, 1)", 0.95)
+        _require(self.epsilon >= 0, "outer.epsilon", self.epsilon, "be at least 0", 0.1)
+
     def build(self, outer_steps: int) -> optax.GradientTransformation:
         return optax.adam(self.schedule(outer_steps), self.beta1, self.beta2, self.epsilon)
 
@@ -152,6 +164,8 @@ class DiLoCoConfig:
     """Whether fragments with unsynced progress sync once more after the last step."""
 
     def __post_init__(self) -> None:
+        _require_one_of(("interleaved", "sequential"), "layer_order", self.layer_order)
+        _require_one_of(("layers",), "partition", self.partition)
         _require(self.sync_period >= 1, "sync_period", self.sync_period, "be at least 1", 100)
         _require(self.num_fragments >= 1, "num_fragments", self.num_fragments, "be at least 1 (vanilla)", 1)
         _require(0 <= self.mixing_alpha <= 1, "mixing_alpha", self.mixing_alpha, "lie in [0, 1]", 0.5)
@@ -179,6 +193,10 @@ class ModelError(TypeError):
 def option_error(option: str, value: object, rule: str, works: object) -> OptionError:
     """Builds the sentence for an option of the block."""
     return OptionError(f"{PATH}.{option} ({value}) must {rule}; {works} works.")
+
+
+def _require_one_of(choices: tuple[str, ...], option: str, value: str) -> None:
+    _require(value in choices, option, value, f"be one of {', '.join(choices)}", choices[0])
 
 
 def _require(holds: bool, option: str, value: object, rule: str, works: object) -> None:

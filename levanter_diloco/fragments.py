@@ -47,7 +47,7 @@ class Partition:
         """Refuses a model that this partition cannot cut.
 
         Raises:
-            ModelError: If a trainable leaf is not a NamedArray, or if the model has no stacked layers.
+            ModelError: If a trainable leaf is not a NamedArray, if no layers are stacked, or if nothing is trainable.
             OptionError: If P - 1 does not divide the layer count, or a fragment would be empty.
         """
         for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_named_array):
@@ -56,6 +56,8 @@ class Partition:
                     f"trainable leaf {keystr(path)} is a {type(leaf).__name__}; fragments need NamedArrays."
                 )
         layer_axes = self._layer_axes(params)
+        if not layer_axes:
+            raise ModelError("the model has no trainable parameters: there is nothing to sync.")
         if self.num_fragments > 1:
             self._check_layers({axis for axis in layer_axes if axis is not None})
         if None not in layer_axes:
@@ -96,13 +98,13 @@ class Partition:
         depths = sorted({axis.size for axis in self._layer_axes(params) if axis is not None})
         if fragment == 0:
             return "everything outside the layer stack" if depths else "all trainable parameters"
-        rows = [depth // (self.num_fragments - 1) for depth in depths]
-        first, stride = (
-            (fragment - 1, self.num_fragments - 1)
-            if self.layer_order == "interleaved"
-            else ((fragment - 1) * rows[0], 1)
-        )
-        return "layers " + " ".join(str(first + stride * row) for row in range(rows[0]))
+        stride = self.num_fragments - 1
+        stacks = []
+        for depth in depths:
+            rows = depth // stride
+            interleaved, sequential = range(fragment - 1, depth, stride), range((fragment - 1) * rows, fragment * rows)
+            stacks.append(" ".join(map(str, interleaved if self.layer_order == "interleaved" else sequential)))
+        return "layers " + " and ".join(stacks)
 
     def _layer_axes(self, params: Params) -> list[Axis | None]:
         """For each leaf the layer axis of the stack that holds it, `None` if it is in the rest."""

@@ -26,6 +26,9 @@ class JsonLinesTracker(Tracker):
         self._metrics: dict[str, Any] = {}  # Any: whatever a hook logs
 
     def log(self, metrics: Mapping[str, Any], *, step: int | None, commit: bool | None = None) -> None:
+        if step is None:
+            self._write(_flatten(metrics))
+            return
         if step != self._step:
             self._flush()
         self._step = step

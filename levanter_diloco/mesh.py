@@ -13,7 +13,7 @@ from jax.tree_util import GetAttrKey, tree_leaves_with_path
 from jaxtyping import PyTree
 from levanter.utils.mesh import DEFAULT_DCN_AXIS_SPEC, DEFAULT_ICI_AXIS_SPEC, MeshConfig, create_mesh_from_axis_specs
 
-from .config import PATH, DiLoCoConfig, option_error
+from .config import PATH, DiLoCoConfig, OptionError, option_error
 from .outer import ISLAND
 
 DCN_ISLAND = "diloco_dcn"
@@ -71,14 +71,25 @@ def resolve_islands(diloco: DiLoCoConfig, mesh: MeshConfig, num_devices: int, nu
 
 
 def island_mesh(mesh: MeshConfig, layout: IslandLayout, num_devices: int, num_slices: int) -> Mesh:
-    """Builds the host's mesh with `diloco` as its first axis, so that islands never interleave."""
+    """Builds the host's mesh with `diloco` as its first axis, so that islands never interleave.
+
+    Raises:
+        OptionError: If the islands and the mesh's other axes do not fit the devices.
+    """
     without = {name: size for name, size in mesh.axes.items() if name != ISLAND}
     dcn_without = {name: size for name, size in mesh.dcn_axes.items() if name != ISLAND}
     sized = dataclasses.replace(
         mesh, axes={**without, ISLAND: layout.ici}, dcn_axes={**dcn_without, DCN_ISLAND: layout.dcn}
     )
-    ici, dcn = sized.axis_shapes(num_devices, num_slices)
-    host_mesh = create_mesh_from_axis_specs(ici_axes={ISLAND: ici.pop(ISLAND), **ici}, dcn_axes=dcn)
+    try:
+        ici, dcn = sized.axis_shapes(num_devices, num_slices)
+    except ValueError as error:
+        rule = f"leave devices for trainer.mesh.axes ({dict(without)}): {error}"
+        raise option_error("ici_islands", layout.ici, rule, "trainer.mesh.axes: {data: -1}") from error
+    # Outermost on either side, or islands of several slices would interleave.
+    host_mesh = create_mesh_from_axis_specs(
+        ici_axes={ISLAND: ici.pop(ISLAND), **ici}, dcn_axes={DCN_ISLAND: dcn.pop(DCN_ISLAND), **dcn}
+    )
     names = [name for name in host_mesh.axis_names if name not in (ISLAND, DCN_ISLAND)]
     order = [host_mesh.axis_names.index(name) for name in (DCN_ISLAND, ISLAND, *names)]
     devices = host_mesh.devices.transpose(order)
@@ -107,6 +118,8 @@ def _agreed(option: str, value: int | None, path: str, axes: Mapping[str, int], 
         raise option_error(
             option, value, f"agree with trainer.{path}.{ISLAND} ({axes[ISLAND]}) or be left out", axes[ISLAND]
         )
+    if axes[ISLAND] != -1 and axes[ISLAND] < 1:
+        raise OptionError(f"trainer.{path}.{ISLAND} ({axes[ISLAND]}) must be at least 1, or -1 to infer it; 2 works.")
     return axes[ISLAND]
 
 
@@ -117,5 +130,6 @@ def _infer(option: str, path: str, axes: Mapping[str, int], available: int) -> i
         raise option_error(option, -1, rule, f"{option}: 2, or a number for {absorbers[0]},")
     islands, left = divmod(available, prod(others.values()))
     if left or islands == 0:
-        raise option_error(option, -1, f"be resolvable: {others} does not divide {available}", f"{option}: 1")
+        rule = f"be resolvable: trainer.{path} {others} does not divide {available}"
+        raise option_error(option, -1, rule, f"trainer.{path}: {{}} with {option}: -1")
     return islands

@@ -69,13 +69,15 @@ class StepRecord:
                 self.islands[island].distance[fragment] = distance
 
 
-def metrics_of(islands: Mapping[int, IslandRecord], step: StepRecord) -> dict[str, float]:
-    """Returns the metrics of one step from the records of its islands, all of them if possible."""
+def metrics_of(islands: Mapping[int, IslandRecord], step: StepRecord, complete: bool = True) -> dict[str, float]:
+    """Returns the metrics of one step from the records of its islands; `complete` if none is missing."""
     losses = {island: record.loss for island, record in sorted(islands.items())}
-    metrics: dict[str, float] = {f"train/loss_island_{island}": loss for island, loss in losses.items()}
+    metrics: dict[str, float] = {"diloco/bytes_per_island": step.bytes_per_island}
+    if not losses:  # an island that spans processes speaks through one of them
+        return metrics
+    metrics |= {f"train/loss_island_{island}": loss for island, loss in losses.items()}
     metrics["train/loss"] = float(np.mean(list(losses.values())))
     metrics["diloco/loss_spread"] = max(losses.values()) - min(losses.values())
-    metrics["diloco/bytes_per_island"] = step.bytes_per_island
     for fragment, sync in step.syncs.items():
         distances = [record.distance[fragment] for record in islands.values()]
         values = {
@@ -84,7 +86,7 @@ def metrics_of(islands: Mapping[int, IslandRecord], step: StepRecord) -> dict[st
             "island_distance": float(np.mean(distances)),
             "island_distance_max": max(distances),
         }
-        if len(distances) > 1:
+        if complete and len(distances) > 1:
             values["outer_grad_cosine"] = mean_cosine(np.array(distances), sync.outer_grad_norm)
         suffix = f"/fragment_{fragment}" if len(step.syncs) > 1 else ""
         metrics |= {f"diloco/{name}{suffix}": value for name, value in values.items()}
@@ -213,5 +215,6 @@ class IslandTracker(CompositeTracker):
             # The newest step is still being logged; an older one waits for the slowest island.
             if not everything and (step >= newest or (record is not None and len(islands) < self._num_islands)):
                 return
-            own = {} if record is None else metrics_of(islands, self._records.pop(step))
+            complete = len(islands) == self._num_islands
+            own = {} if record is None else metrics_of(islands, self._records.pop(step), complete)
             super().log({**self._held.pop(step, {}), **own}, step=step)

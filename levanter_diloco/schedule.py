@@ -72,6 +72,6 @@ class Schedule:
 
         def last_settled(fragment: int) -> int:
             capture = self.last_captured(fragment, step)
-            return max(min(capture + lag, step) if capture > 0 else 0, since)
+            return min(capture + lag, step) if capture > since else since
 
         return [fragment for fragment in range(self.num_fragments) if last_settled(fragment) < step]

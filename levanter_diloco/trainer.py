@@ -23,6 +23,7 @@ from levanter.trainer_state import trainables_only
 from levanter.utils.types import ComputeLossFunction
 
 from .checkpoint import StateLoader, holds_islands, save_without_barriers
+from .export import whole_exports
 from .fragments import Partition
 from .metrics import Board, IslandRecord, IslandTracker, StepRecord, first_local, local_values, owned_islands
 from .programs import Kind, Programs
@@ -56,7 +57,9 @@ class DiLoCoTrainer(Trainer):
         diloco = config.diloco
         self.schedule = diloco.schedule
         self.partition = Partition(diloco.num_fragments, diloco.layer_order)
-        outer_optimizer = diloco.outer.build(-(-config.num_train_steps // self.schedule.effective_period))
+        # A fragment syncs once a period, begun ones included, and once more in the final sync.
+        outer_steps = -(-config.num_train_steps // self.schedule.effective_period) + diloco.final_sync
+        outer_optimizer = diloco.outer.build(outer_steps)
         self.loader = StateLoader(config, optimizer, outer_optimizer)
         self._sync = Sync(
             self.partition, outer_optimizer, diloco.mixing_alpha, self.device_mesh, self.parameter_axis_mapping
@@ -237,6 +240,7 @@ def islands_in(host: Any) -> Generator[None]:  # Any: a module whose names are r
 
     host.Trainer, host.load_checkpoint = build, load
     try:
-        yield
+        with whole_exports():
+            yield
     finally:
         host.Trainer, host.load_checkpoint = host_trainer, host_load

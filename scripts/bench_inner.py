@@ -1,4 +1,4 @@
-"""Times the inner step against the stock host step, ways to share a slot, and compilation, in turn in one run.
+"""Times the inner step against the stock host step, islands that share devices, and compilation, in turn in one run.
 
     .venv/bin/python scripts/bench_inner.py            # all of it, a few minutes on two cores
 
@@ -30,6 +30,7 @@ from levanter.trainer import Trainer
 from levanter.utils.mesh import MeshConfig
 
 from levanter_diloco.config import DiLoCoConfig
+from levanter_diloco.state import DiLoCoState
 from levanter_diloco.trainer import DiLoCoTrainer
 from levanter_diloco.trainer_config import DiLoCoTrainerConfig
 
@@ -88,6 +89,17 @@ def _loss(model: Any, *batch: Any, **kwargs: Any) -> Any:  # Any: as the host's 
     return model.compute_next_token_loss(*batch, **kwargs)
 
 
+def compile_seconds(arm: Arm) -> float:
+    """Seconds to trace and compile the three step programs."""
+    assert isinstance(arm.trainer, DiLoCoTrainer) and isinstance(arm.state, DiLoCoState)
+    programs = arm.trainer._programs_for(arm.state)
+    start = time.perf_counter()
+    with arm.trainer:
+        for fragment in (None, 0, 1):
+            programs.trace_step(arm.state, ((arm.batch,), {}), reduce=fragment).lower().compile()
+    return time.perf_counter() - start
+
+
 def compare(title: str, arms: dict[str, Callable[[], Arm]], steps: int) -> None:
     """Steps the arms in turn and prints the ratio of each median to the first."""
     built = {name: make() for name, make in arms.items()}
@@ -143,16 +155,15 @@ def main() -> None:
             },
             args.steps,
         )
-        compare(
-            "all step programs: two more first steps than inner alone",
-            {
-                f"P = {fragments}": lambda p=fragments: Arm(
-                    folder, DiLoCoConfig(sync_period=p, num_fragments=p, ici_islands=2), model, 16
-                )
-                for fragments in (2, args.layers + 1)
-            },
-            args.steps,
-        )
+        print("compilation of the three step programs, trace to executable")
+        seconds: dict[int, list[float]] = {2: [], args.layers + 1: []}
+        for _ in range(3):
+            for fragments, times in seconds.items():
+                config = DiLoCoConfig(sync_period=fragments, num_fragments=fragments, ici_islands=2)
+                times.append(compile_seconds(Arm(folder, config, model, 16)))
+        medians = {fragments: statistics.median(times) for fragments, times in seconds.items()}
+        for fragments, median in medians.items():
+            print(f"  P = {fragments:<40d} {median:8.1f} s  {median / medians[2]:.3f}x")
 
 
 if __name__ == "__main__":
