@@ -18,15 +18,13 @@ import numpy as np
 import optax
 from haliax import Axis, NamedArray
 from haliax.nn import ScanCheckpointPolicy, Stacked
-from haliax.util import is_named_array
+from levanter.callbacks.watch import WatchConfig
 from levanter.checkpoint import CheckpointerConfig
 from levanter.tracker.tracker import DictTracker, NoopConfig
-from levanter.callbacks.watch import WatchConfig
 from levanter.trainer import TrainerConfig
 from levanter.utils.mesh import MeshConfig
 
 from levanter_diloco.config import DiLoCoConfig
-from levanter_diloco.state import DiLoCoState
 from levanter_diloco.trainer import DiLoCoTrainer
 from levanter_diloco.trainer_config import DiLoCoTrainerConfig
 
@@ -91,6 +89,7 @@ class Recorder(DictTracker):
     """Keeps `{step: {metric: value}}`, all calls for a step merged, and the summary."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.steps: dict[int, dict[str, Any]] = {}
         self.summary: dict[str, Any] = {}
 
