@@ -68,11 +68,15 @@ class StateLoader:
             mesh=self.config.device_mesh,
             is_checkpointed=saveable_training_mask(eqx.filter_eval_shape(fresh, model_init, key), is_trainable),
             do_load=True,
+            allow_partial=self.config.allow_partial_checkpoint,
         )
         return self._place(lambda state: state, load(model_init, key))
 
     def adopt(self, state: DiLoCoState, path: str) -> DiLoCoState:
-        """Loads the full state at `path`, of a DiLoCo run or a stock one, for a run that starts at step 0."""
+        """Loads the full state at `path`, of a DiLoCo run or a stock one, for a run that starts at step 0.
+
+        The schedule starts anew, so a fragment that was in flight is not reduced; its islands keep their progress.
+        """
         template = state
         if holds_islands(path):
             self._check_resumable(path)

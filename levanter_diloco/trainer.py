@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -207,7 +208,8 @@ class DiLoCoTrainer(Trainer):
         loss = self.tracker.eval_loss
         sent, parallel = self.traffic.sent(info.state.outer_steps), self.traffic.data_parallel * info.next_step
         ratio = f", {parallel / sent:.1f} times less" if sent else ""
-        print(f"final outer validation loss: {'none evaluated' if loss is None else f'{loss:.4f}'}")
+        evaluated = "none evaluated" if loss is None else f"{loss:.4f} (perplexity {math.exp(loss):.1f})"
+        print(f"final outer validation loss: {evaluated}")
         sizes = [format_size(size, binary=True) for size in (sent, parallel)]
         print(f"bytes sent per island: {sizes[0]}, against {sizes[1]} of data parallel{ratio}")
         if self._checkpointer is not None:

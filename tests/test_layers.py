@@ -15,8 +15,8 @@ PACKAGE = Path(levanter_diloco.__file__).parent
 LAYERS = {
     0: ["__init__", "config", "schedule", "text"],
     1: ["fragments", "outer"],
-    2: ["mesh", "exchange", "state", "inner", "sync", "programs"],
-    3: ["trainer_config", "metrics", "checkpoint", "summary", "json_lines", "trainer"],
+    2: ["mesh", "exchange", "state", "inner", "sync", "programs", "embedding"],
+    3: ["trainer_config", "metrics", "checkpoint", "summary", "json_lines", "trainer", "export"],
     4: ["plugin"],
     5: ["cli", "main.__init__", "main.train_lm"],
 }

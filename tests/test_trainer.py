@@ -153,6 +153,7 @@ def test_one_island_that_is_copied_every_step_ends_at_the_stock_loss(tmp_path: P
     assert ours[-1].loss == same_mesh[-1].loss
 
 
+@pytest.mark.slow
 def test_fragments_synced_at_once_equal_vanilla(tmp_path: Path) -> None:
     batches = [rows(step, 8) for step in range(2)]
 
@@ -208,6 +209,7 @@ LLAMA_CASES = {
     "fsdp_adam_z_loss_clipping": ({"data": 2}, ADAM, z_loss, "f32", {}, 5e-6),
     "tensor_muon": ({"model": 2}, MUON, text_loss, "f32", {}, 5e-6),
     "fsdp_muon_accumulation": ({"data": 2}, MUON, text_loss, "f32", {"per_device_parallelism": 1}, 5e-6),
+    "fsdp_and_tensor_adam": ({"data": 2, "model": 2}, ADAM, text_loss, "f32", {}, 5e-6),
     "fsdp_bf16_compute": ({"data": 2}, ADAM, z_loss, "p=f32,c=bf16", {}, 2e-2),
 }
 
@@ -217,25 +219,26 @@ LLAMA_CASES = {
 def test_llama_islands_equal_stock_runs_between_syncs(name: str, tmp_path: Path) -> None:
     sizes, inner, loss, precision, options, tolerance = LLAMA_CASES[name]
     options = {"mp": jmp.get_policy(precision), **options}
-    batches = [[text_batch(4 * step + k, 4) for k in range(4)] for step in range(4)]
+    islands = min(4, 8 // int(np.prod(list(sizes.values()))))
+    batches = [[text_batch(4 * step + k, 4) for k in range(islands)] for step in range(4)]
     stock = stock_runs(
         stock_config(tmp_path, sizes, train_batch_size=4, **options),
         inner.build(14),
         llama(),
-        [[step[k] for step in batches] for k in range(4)],
+        [[step[k] for step in batches] for k in range(islands)],
         loss,
     )
     config = config_of(
         tmp_path,
-        {"sync_period": 9, "ici_islands": 4, "final_sync": False},
+        {"sync_period": 9, "ici_islands": islands, "final_sync": False},
         mesh=MeshConfig(axes={"data": 1, "model": 1, **sizes}),
-        train_batch_size=16,
+        train_batch_size=4 * islands,
         num_train_steps=4,
         **options,
     )
     ours = run(config, inner.build(14), llama(), [joined(step) for step in batches], loss)
     for t, step in enumerate(ours):
-        for k in range(4):
+        for k in range(islands):
             assert step.metrics[f"train/loss_island_{k}"] == pytest.approx(stock[k][t].loss, abs=tolerance)
             assert difference(island(step, k).params, stock[k][t].state.model) < tolerance
     assert difference(island(ours[-1], 0).params, island(ours[-1], 1).params) > 1e-4
@@ -270,8 +273,8 @@ def test_outer_gradient_is_not_clipped(tmp_path: Path) -> None:
     np.testing.assert_array_equal(outer(step).embed.array, [200.0, 200.0, 200.0])
 
 
-@pytest.mark.parametrize(("slots", "per_slot"), [(1, 4), (2, 2)])
-@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.slow
+@pytest.mark.parametrize(("slots", "per_slot", "overlap"), [(1, 4, 0), (2, 2, 0), (2, 2, 1)])
 def test_islands_that_share_a_slot_equal_islands_on_slots_of_their_own(
     slots: int, per_slot: int, overlap: int, tmp_path: Path
 ) -> None:
@@ -511,6 +514,7 @@ def test_frozen_layers_do_not_move(overlap: int, tmp_path: Path) -> None:
 # --- Schedule
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_leaves_the_schedule_unchanged(tmp_path: Path) -> None:
     def synced(per_device: int) -> tuple[list, Any]:
         block = {"sync_period": 4, "num_fragments": 3, "ici_islands": 2}
@@ -541,6 +545,7 @@ def test_fragment_is_never_applied_before_its_first_capture(tmp_path: Path) -> N
     assert (layers[0][:, 1::2] != layers[1][:, 1::2]).all()
 
 
+@pytest.mark.slow
 def test_learning_rate_is_the_stock_function_of_the_step(tmp_path: Path) -> None:
     inner = AdamConfig(learning_rate=1e-2, warmup=4, lr_schedule="cosine", min_lr_ratio=0.1).build(14)
     batches = [rows(step, 8) for step in range(14)]
