@@ -1,9 +1,11 @@
 """`levanter-diloco <command>`: loads the plugins, then runs the host's own program."""
 
+import atexit
 import contextlib
 import dataclasses
 import importlib
 import io
+import os
 import sys
 import typing
 from importlib.metadata import entry_points
@@ -17,6 +19,12 @@ USAGE = f"""usage: levanter-diloco COMMAND --config_path X.yaml [--any.option va
 
 commands: {", ".join(COMMANDS)}
   levanter-diloco COMMAND --help lists every option."""
+
+
+def command() -> NoReturn:
+    """The console script."""
+    main()
+    leave()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -44,6 +52,18 @@ def run(module: str, args: list[str]) -> None:
         program.main(config)
     except (OptionError, ModelError) as error:
         _refuse(str(error))
+
+
+def leave() -> NoReturn:
+    """Ends a process whose work is done, without tearing the interpreter down.
+
+    The host's data loader goes on fetching batches in the background, and an interpreter that is torn down
+    under such a thread dies of a signal, after everything is saved and said.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def parse(config_class: type, args: list[str]) -> Any:  # Any: an instance of `config_class`

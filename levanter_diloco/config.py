@@ -3,7 +3,7 @@
 import abc
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import draccus
 import optax
@@ -12,7 +12,9 @@ from .schedule import Schedule
 
 PATH = "trainer.diloco"
 
-SCHEDULES = ("constant", "linear", "cosine")
+LrSchedule = Literal["constant", "linear", "cosine"]
+
+LayerOrder = Literal["interleaved", "sequential"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class OuterOptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
     learning_rate: float = 0.7
     """eta: peak outer learning rate, >= 0. 0.7 is the best of [DiLoCo] for 8 islands."""
 
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_schedule: LrSchedule = "constant"
     """How the rate falls from `learning_rate` to `min_lr_ratio * learning_rate`, in outer steps."""
 
     warmup: int = 0
@@ -39,7 +41,7 @@ class OuterOptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
         rate = self.learning_rate
         _require(rate >= 0, "outer.learning_rate", rate, "be at least 0", 0.7)
         _require(rate < math.inf, "outer.learning_rate", rate, "be finite", 0.7)
-        _require_one_of(SCHEDULES, "outer.lr_schedule", self.lr_schedule)
+        _require_one_of(get_args(LrSchedule), "outer.lr_schedule", self.lr_schedule)
         _require(self.warmup >= 0, "outer.warmup", self.warmup, "be at least 0", 0)
         _require(0 <= self.min_lr_ratio <= 1, "outer.min_lr_ratio", self.min_lr_ratio, "lie in [0, 1]", 0.1)
 
@@ -136,7 +138,7 @@ class DiLoCoConfig:
     num_fragments: int = 1
     """P: parts that sync in turn; 1 is vanilla DiLoCo, more is Streaming DiLoCo [Streaming]."""
 
-    layer_order: Literal["interleaved", "sequential"] = "interleaved"
+    layer_order: LayerOrder = "interleaved"
     """Which layers share a fragment: every (P-1)-th one, or runs of neighbours [Streaming]."""
 
     partition: Literal["layers"] = "layers"
@@ -164,7 +166,7 @@ class DiLoCoConfig:
     """Whether fragments with unsynced progress sync once more after the last step."""
 
     def __post_init__(self) -> None:
-        _require_one_of(("interleaved", "sequential"), "layer_order", self.layer_order)
+        _require_one_of(get_args(LayerOrder), "layer_order", self.layer_order)
         _require_one_of(("layers",), "partition", self.partition)
         _require(self.sync_period >= 1, "sync_period", self.sync_period, "be at least 1", 100)
         _require(self.num_fragments >= 1, "num_fragments", self.num_fragments, "be at least 1 (vanilla)", 1)

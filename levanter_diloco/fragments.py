@@ -6,7 +6,6 @@ is one slice and its index may be traced: one program serves all layer fragments
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import haliax as hax
 import jax
@@ -17,7 +16,7 @@ from haliax.util import is_named_array
 from jax.tree_util import keystr
 from jaxtyping import PyTree
 
-from .config import PATH, ModelError, OptionError
+from .config import PATH, LayerOrder, ModelError, OptionError
 
 FRAGMENT = "fragment"
 ROW = "row"
@@ -36,7 +35,7 @@ class Partition:
     """
 
     num_fragments: int
-    layer_order: Literal["interleaved", "sequential"]
+    layer_order: LayerOrder
 
     @property
     def Fragment(self) -> Axis | None:
@@ -88,7 +87,7 @@ class Partition:
                 return x if value is None else value
             assert index is not None  # values inside a stack belong to a layer fragment
             layers = put_fragment(self._unflatten(x, axis), index, value)
-            return layers.flatten_axes((ROW, FRAGMENT) if self.layer_order == "interleaved" else (FRAGMENT, ROW), axis)
+            return layers.flatten_axes(self._axes(axis), axis)
 
         triples = zip(leaves, self._layer_axes(params), treedef.flatten_up_to(values), strict=True)
         return treedef.unflatten([put_leaf(*triple) for triple in triples])
@@ -129,10 +128,12 @@ class Partition:
                 )
 
     def _unflatten(self, x: NamedArray, layer_axis: Axis) -> NamedArray:
+        return x.unflatten_axis(layer_axis.name, self._axes(layer_axis))
+
+    def _axes(self, layer_axis: Axis) -> tuple[Axis, Axis]:
         row = Axis(ROW, layer_axis.size // (self.num_fragments - 1))
         fragment = Axis(FRAGMENT, self.num_fragments - 1)
-        axes = (row, fragment) if self.layer_order == "interleaved" else (fragment, row)
-        return x.unflatten_axis(layer_axis.name, axes)
+        return (row, fragment) if self.layer_order == "interleaved" else (fragment, row)
 
 
 def take_fragment[T: PyTree](tree: T, index: IntScalar) -> T:

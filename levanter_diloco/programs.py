@@ -89,18 +89,18 @@ class Programs:
         ) -> tuple[list[jax.Array], InnerReport, SyncReport | None]:
             state, batch = self._state(leaves), hashable_combine(batch, static)
             layer = index if part == LAYERS else None
-            report = gradients = gradient = None
+            kept = state.captured[part] if part is not None and state.captured is not None else None
+            report = gradient = None
             with hax.axis_mapping(self._sync.mapping):
-                if part is not None and state.captured is not None:
+                if kept is not None:
                     # Ahead of forward and backward and unread by them: the exchange may take the whole step.
-                    gradients = state.captured[part]
-                    gradient = self._sync.reduce(gradients)
+                    gradient = self._sync.reduce(kept)
                 islands, inner = inner_step(
                     self._trainer, state, batch, islands_per_slot=self._islands_per_slot, hooks=hooks
                 )
                 state = dataclasses.replace(state, islands=islands, step=state.step + 1)
-                if part is not None and state.captured is not None:
-                    state, report = self._sync.outer_step(state, layer, gradients, gradient)
+                if kept is not None:
+                    state, report = self._sync.outer_step(state, layer, kept, gradient)
                 elif part is not None:
                     state, report = self._sync.whole(state, layer)
             return self._leaves(state), inner, report

@@ -1,9 +1,9 @@
-"""What a run says of itself before its first step."""
+"""What a run says of itself before its first step, and in three lines at its end."""
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import lcm, prod
 
 import jax
 from haliax.util import is_named_array
@@ -70,6 +70,21 @@ def announce(
     return {f"diloco/{name}": value for name, value in figures.items()}
 
 
+def farewell(
+    eval_loss: float | None, traffic: Traffic, outer_steps: Int[Array, " P"], steps: int, checkpoint: str
+) -> str:
+    """Returns the closing lines of a run of `steps` inner steps."""
+    evaluated = "none evaluated" if eval_loss is None else f"{eval_loss:.4f} (perplexity {math.exp(eval_loss):.1f})"
+    sent, parallel = traffic.sent(outer_steps), traffic.data_parallel * steps
+    sizes = [format_size(size, binary=True) for size in (sent, parallel)]
+    ratio = f", {parallel / sent:.1f} times less" if sent else ""
+    return (
+        f"final outer validation loss: {evaluated}\n"
+        f"bytes sent per island: {sizes[0]}, against {sizes[1]} of data parallel{ratio}\n"
+        f"checkpoint: {checkpoint}"
+    )
+
+
 def cadence_warnings(config: DiLoCoTrainerConfig) -> Iterator[str]:
     """Yields a sentence for each period that is not what its option seems to say."""
     schedule = config.diloco.schedule
@@ -79,7 +94,7 @@ def cadence_warnings(config: DiLoCoTrainerConfig) -> Iterator[str]:
             f"{PATH}.sync_period ({schedule.sync_period}) takes effect as {period}: {schedule.num_fragments} "
             f"fragments, one every {spacing} step(s). {period} is the nearest that is kept to the step."
         )
-    if config.steps_per_eval <= config.num_train_steps < lcm(config.steps_per_eval, spacing):
+    if config.steps_per_eval <= config.num_train_steps < math.lcm(config.steps_per_eval, spacing):
         yield (
             f"trainer.steps_per_eval ({config.steps_per_eval}) never falls on a sync (every {spacing} steps): each "
             f"evaluation sees outer parameters that are up to {spacing} steps old. A multiple of {spacing} does."
@@ -123,4 +138,4 @@ def _size(params: Params) -> int:
 
 
 def _shard_bytes(x: jax.Array) -> int:
-    return prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -2,9 +2,7 @@
 
 import functools
 import logging
-import math
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +11,6 @@ import jax
 import levanter.tracker
 import numpy as np
 import optax
-from humanfriendly import format_size
 from jaxtyping import PRNGKeyArray, PyTree
 from levanter.callbacks import StepInfo
 from levanter.checkpoint import latest_checkpoint_path
@@ -24,13 +21,13 @@ from levanter.trainer_state import trainables_only
 from levanter.utils.types import ComputeLossFunction
 
 from .checkpoint import StateLoader, holds_islands, save_without_barriers
-from .export import whole_exports
 from .fragments import Partition
-from .metrics import Board, IslandRecord, IslandTracker, StepRecord, first_local, local_values, owned_islands
+from .metrics import IslandRecord, StepRecord, first_local, local_values, owned_islands
 from .programs import Kind, Programs
 from .state import DiLoCoState
-from .summary import Traffic, announce
+from .summary import Traffic, announce, farewell
 from .sync import Sync
+from .tracker import Board, IslandTracker
 from .trainer_config import DiLoCoTrainerConfig
 
 logger = logging.getLogger(__name__)
@@ -73,7 +70,8 @@ class DiLoCoTrainer(Trainer):
         board = None
         if jax.process_count() > 1:
             if self._owned:
-                board = Board(self.run_id, 2 * self.schedule.effective_period)
+                # A sync ends any larger lead of one process over another.
+                board = Board(self.run_id, 2 * (self.schedule.effective_period + self.schedule.overlap_steps))
             if self._checkpointer is not None:
                 save_without_barriers(self._checkpointer, self.schedule)
         # pyrefly: ignore[bad-argument-type]  the host has just set a tracker of its own
@@ -111,7 +109,8 @@ class DiLoCoTrainer(Trainer):
     def train(self, state: DiLoCoState, train_loader: Iterable[Any]) -> StepInfo[DiLoCoState]:
         info = super().train(state, train_loader)
         if jax.process_index() == 0:
-            self._say_farewell(info)
+            checkpoint = f"{self._checkpointer.base_path}/step-{info.step}" if self._checkpointer else "none"
+            print(farewell(self.tracker.eval_loss, self.traffic, info.state.outer_steps, info.next_step, checkpoint))
         return info
 
     # pyrefly: ignore[bad-override]
@@ -204,45 +203,7 @@ class DiLoCoTrainer(Trainer):
             own = SimpleNamespace(hyperparams=first_local(hyperparameters))
             log_optimizer_hyperparams(own, prefix="optim", step=step)
 
-    def _say_farewell(self, info: StepInfo[DiLoCoState]) -> None:
-        loss = self.tracker.eval_loss
-        sent, parallel = self.traffic.sent(info.state.outer_steps), self.traffic.data_parallel * info.next_step
-        ratio = f", {parallel / sent:.1f} times less" if sent else ""
-        evaluated = "none evaluated" if loss is None else f"{loss:.4f} (perplexity {math.exp(loss):.1f})"
-        print(f"final outer validation loss: {evaluated}")
-        sizes = [format_size(size, binary=True) for size in (sent, parallel)]
-        print(f"bytes sent per island: {sizes[0]}, against {sizes[1]} of data parallel{ratio}")
-        if self._checkpointer is not None:
-            print(f"checkpoint: {self._checkpointer.base_path}/step-{info.step}")
-
 
 def _local_mean(per_island: jax.Array) -> Any:  # Any: a float where the host has an array
     """Mean over the islands of this process."""
     return np.mean(list(local_values(per_island).values()))
-
-
-@contextmanager
-def islands_in(host: Any) -> Generator[None]:  # Any: a module whose names are replaced
-    """Lets the host's `main` in `host` (such as `levanter.main.train_lm`) build a `DiLoCoTrainer`.
-
-    The module's own names `Trainer` and `load_checkpoint` are replaced for as long as the context lasts; all
-    else of its `main` is used as it is.
-    """
-    host_trainer, host_load = host.Trainer, host.load_checkpoint
-    trainers: list[DiLoCoTrainer] = []
-
-    def build(*args: Any, **kwargs: Any) -> DiLoCoTrainer:  # Any: as the host calls its own
-        trainers.append(DiLoCoTrainer(*args, **kwargs))
-        return trainers[-1]
-
-    def load(tree: PyTree, path: str, **kwargs: Any) -> PyTree:
-        if isinstance(tree, DiLoCoState):
-            return trainers[-1].loader.adopt(tree, path)
-        return host_load(tree, path, **kwargs)
-
-    host.Trainer, host.load_checkpoint = build, load
-    try:
-        with whole_exports():
-            yield
-    finally:
-        host.Trainer, host.load_checkpoint = host_trainer, host_load

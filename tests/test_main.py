@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import signal
 import subprocess
 import time
@@ -148,7 +149,8 @@ def assert_islands_equal(state: Path, model: dict[str, np.ndarray]) -> None:
 
 def test_run_closes_with_loss_bytes_and_checkpoint(full: Finished) -> None:
     loss, sent, where = full.stdout.strip().splitlines()
-    assert loss == f"final outer validation loss: {metrics(full.folder)[13]['eval/loss']:.4f}"
+    evaluated = metrics(full.folder)[13]["eval/loss"]
+    assert loss == f"final outer validation loss: {evaluated:.4f} (perplexity {math.exp(evaluated):.1f})"
     # 102,688 parameters in f32; each fragment took three outer steps in 14, data parallel 14 times everything
     assert sent == "bytes sent per island: 1.18 MiB, against 5.48 MiB of data parallel, 4.7 times less"
     assert where == f"checkpoint: {checkpoint(full.folder, 13)}"

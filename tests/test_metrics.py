@@ -17,7 +17,6 @@ from toy import Recorder
 from levanter_diloco.json_lines import JsonLinesConfig, JsonLinesTracker
 from levanter_diloco.metrics import (
     IslandRecord,
-    IslandTracker,
     StepRecord,
     SyncRecord,
     first_local,
@@ -27,6 +26,7 @@ from levanter_diloco.metrics import (
     owned_islands,
 )
 from levanter_diloco.sync import SyncReport
+from levanter_diloco.tracker import IslandTracker
 
 
 class SharedBoard:

@@ -145,10 +145,10 @@ def test_one_island_that_is_copied_every_step_ends_at_the_stock_loss(tmp_path: P
     inner = AdamConfig(learning_rate=1e-3).build(10)
     [stock] = stock_runs(stock_config(tmp_path, train_batch_size=8), inner, llama(), [batches], text_loss)
     block = {"sync_period": 1, "ici_islands": 1, "outer": SgdConfig(learning_rate=1.0)}
-    config = config_of(tmp_path, block, mesh=mesh(data=2, model=4), num_train_steps=10)
+    config = config_of(tmp_path, block, mesh=mesh(data=8), num_train_steps=10)
     ours = run(config, inner, llama(), batches, text_loss)
     assert ours[-1].loss == pytest.approx(stock[-1].loss, rel=1e-6)
-    single = stock_config(tmp_path, {"data": 2, "model": 4}, train_batch_size=8)
+    single = stock_config(tmp_path, {"data": 8}, train_batch_size=8)
     [same_mesh] = stock_runs(single, inner, llama(), [batches], text_loss)
     assert ours[-1].loss == same_mesh[-1].loss
 

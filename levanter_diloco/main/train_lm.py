@@ -9,9 +9,9 @@ import levanter.main.train_lm as host
 from haliax import Axis
 from levanter.trainer_state import trainables_only
 
-from ..cli import run
+from ..binding import islands_in
+from ..cli import leave, run
 from ..fragments import Partition
-from ..trainer import islands_in
 from ..trainer_config import DiLoCoTrainerConfig
 
 
@@ -54,3 +54,4 @@ def check_model(config: TrainDiLoCoLmConfig) -> None:
 
 if __name__ == "__main__":
     run("levanter_diloco.main.train_lm", sys.argv[1:])
+    leave()

@@ -1,0 +1,94 @@
+"""How the islands' metrics reach a tracker, without a barrier between islands."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import jax
+from jax._src import distributed  # the host reaches jax.distributed's key-value store in the same way
+from levanter.tracker import CompositeTracker, Tracker
+
+from .metrics import IslandRecord, StepRecord, metrics_of
+
+
+class Board:
+    """Where processes leave their islands' records for each other, on the host side.
+
+    `jax.distributed`'s key-value store: to post and to look never waits for anyone.
+    """
+
+    def __init__(self, run_id: str, horizon: int):
+        """Args:
+        run_id: Names the run in the store.
+        horizon: Steps after which a record is taken down: more than one process can be ahead of another.
+        """
+        client = distributed.global_state.client
+        assert client is not None  # there are several processes
+        self._client = client
+        self._prefix = f"levanter_diloco/{run_id}"
+        self._horizon = horizon
+
+    def post(self, step: int, islands: Mapping[int, IslandRecord]) -> None:
+        records = json.dumps({island: asdict(record) for island, record in islands.items()})
+        self._client.key_value_set(f"{self._prefix}/{step}/{jax.process_index()}", records)
+        if step >= self._horizon:
+            self._client.key_value_delete(f"{self._prefix}/{step - self._horizon}/{jax.process_index()}")
+
+    def look(self, step: int) -> dict[int, IslandRecord]:
+        found: dict[int, IslandRecord] = {}
+        for _, records in self._client.key_value_dir_get(f"{self._prefix}/{step}/"):
+            for island, record in json.loads(records).items():
+                distance = {int(fragment): value for fragment, value in record["distance"].items()}
+                found[int(island)] = IslandRecord(record["loss"], distance)
+        return found
+
+
+class IslandTracker(CompositeTracker):
+    """The run's trackers, with the islands' metrics added to each step.
+
+    With a board, everything logged for a step is held until all islands have reported it, so that trackers
+    see whole steps in order, a little late. Remembers the last evaluation loss.
+    """
+
+    def __init__(self, loggers: list[Tracker], num_islands: int, board: Board | None):
+        super().__init__(loggers)
+        self.eval_loss: float | None = None
+        self._num_islands = num_islands
+        self._board = board
+        self._held: dict[int, dict[str, Any]] = {}  # Any: whatever a hook logs
+        self._records: dict[int, StepRecord] = {}
+
+    def report(self, step: int, record: StepRecord) -> None:
+        """Takes this process's record of `step`, the tracker's zero-based step."""
+        if self._board is None:
+            super().log(metrics_of(record.islands, record), step=step)
+            return
+        self._board.post(step, record.islands)
+        self._records[step] = record
+        self._release()
+
+    def log(self, metrics: Mapping[str, Any], *, step: int | None, commit: bool | None = None) -> None:
+        if "eval/loss" in metrics:
+            self.eval_loss = float(metrics["eval/loss"])
+        if self._board is None or step is None:
+            super().log(metrics, step=step, commit=commit)
+        else:
+            self._held.setdefault(step, {}).update(metrics)
+
+    def finish(self) -> None:
+        if self._board is not None:
+            self._release(everything=True)
+        super().finish()
+
+    def _release(self, everything: bool = False) -> None:
+        newest = max(self._records, default=-1)
+        for step in sorted(self._held.keys() | self._records.keys()):
+            record = self._records.get(step)
+            islands = {} if record is None or self._board is None else self._board.look(step)
+            # The newest step is still being logged; an older one waits for the slowest island.
+            if not everything and (step >= newest or (record is not None and len(islands) < self._num_islands)):
+                return
+            complete = len(islands) == self._num_islands
+            own = {} if record is None else metrics_of(islands, self._records.pop(step), complete)
+            super().log({**self._held.pop(step, {}), **own}, step=step)
