@@ -18,7 +18,7 @@ from levanter.utils.mesh import MeshConfig
 from stock import llama, text_batch, text_loss
 from toy import Block, Toy, entered, toy_batch, toy_loss, trainer_config
 
-from levanter_diloco.programs import Programs
+from levanter_diloco.programs import Kind, Programs
 
 
 def toy() -> Toy:
@@ -202,3 +202,21 @@ def test_second_step_does_not_compile(tmp_path: Path) -> None:
         finally:
             jax.monitoring.clear_event_listeners()
     assert compiles == []
+
+
+@pytest.mark.parametrize(("overlap", "kind"), [(0, "whole"), (1, "reduce_kept"), (1, "merge"), (1, "keep")])
+def test_layer_fragment_is_updated_in_place(overlap: int, kind: Kind, tmp_path: Path) -> None:
+    # Reading a slice after it is overwritten would make XLA copy the whole stack: a fragment is 1 of its 32 layers.
+    Deep = Axis("layer", 32)
+    weight = hax.ones((Deep, Axis("entry", 64), Axis("embed", 64)))
+    stack = Stacked(Block(weight), Deep, ScanCheckpointPolicy.from_bool_or_str(False))
+    model = Toy(hax.ones(Axis("embed", 64)), stack)
+
+    def loss(model: Toy, batch: dict, *, key: Any = None) -> Any:
+        return hax.mean(hax.square(model.layers.stacked.weight)) + hax.mean(model.embed * hax.mean(batch["layers"]))
+
+    block = {"sync_period": 33, "num_fragments": 33, "overlap_steps": overlap}
+    with built(tmp_path, block, {"data": 4}, model, rows(), loss) as (programs, state, _):
+        lowered = programs._sync_program(kind, "layers").lower(programs._leaves(state), np.int32(0))
+        temporary = lowered.compile().memory_analysis().temp_size_in_bytes
+    assert temporary < weight.array.nbytes / 4 / 4  # a device holds a quarter of the stack
