@@ -19,6 +19,8 @@ their names end in `/fragment_<f>`.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -121,6 +123,17 @@ def first_local(tree: PyTree) -> PyTree:
         return np.asarray(min(x.addressable_shards, key=lambda shard: shard.index[0].start or 0).data)[0]
 
     return jax.tree.map(without_island, jax.tree.map(first, tree), is_leaf=is_named_array)
+
+
+def local_mean(per_island: jax.Array) -> Any:  # Any: a float where the host has an array
+    """Mean over the islands of this process."""
+    return np.mean(list(local_values(per_island).values()))
+
+
+def inner_hyperparameters(opt_state: Any) -> Any:  # Any: what the host's `log_optimizer_hyperparams` looks into
+    """The hyperparameters in the islands' optimizer state, as one island has them; the host looks in the outer one."""
+    inner = getattr(opt_state, "inner_opt_state", opt_state)
+    return SimpleNamespace(hyperparams=first_local(getattr(inner, "hyperparams", {})))
 
 
 def owned_islands(mesh: Mesh, islands_per_slot: int) -> set[int]:

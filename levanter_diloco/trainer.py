@@ -3,13 +3,11 @@
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
 import jax
 import levanter.tracker
-import numpy as np
 import optax
 from jaxtyping import PRNGKeyArray, PyTree
 from levanter.callbacks import StepInfo
@@ -22,7 +20,15 @@ from levanter.utils.types import ComputeLossFunction
 
 from .checkpoint import StateLoader, holds_islands, save_without_barriers
 from .fragments import Partition
-from .metrics import IslandRecord, StepRecord, first_local, local_values, owned_islands
+from .metrics import (
+    IslandRecord,
+    StepRecord,
+    first_local,
+    inner_hyperparameters,
+    local_mean,
+    local_values,
+    owned_islands,
+)
 from .programs import Kind, Programs
 from .state import DiLoCoState
 from .summary import Traffic, announce, farewell
@@ -152,10 +158,10 @@ class DiLoCoTrainer(Trainer):
             state = self._settle(state, record)
         record.bytes_per_island = self.traffic.sent(state.outer_steps)
         self.tracker.report(step - 1, record)
-        self._log_inner_hyperparameters(state, step - 1)
+        log_optimizer_hyperparams(inner_hyperparameters(state.islands.opt_state), prefix="optim", step=step - 1)
         infos = first_local(inner.hook_infos) if hooks else None
-        loss_metrics = {name: _local_mean(values) for name, values in inner.loss_metrics.items()}
-        return TrainStepResult(_local_mean(inner.loss), state, loss_metrics, infos)
+        loss_metrics = {name: local_mean(values) for name, values in inner.loss_metrics.items()}
+        return TrainStepResult(local_mean(inner.loss), state, loss_metrics, infos)
 
     def _programs_for(self, state: DiLoCoState) -> Programs:
         """The run's programs, made from the first state that is trained: the host may still change one before."""
@@ -195,15 +201,3 @@ class DiLoCoTrainer(Trainer):
                 self.write_artifact(f"{name}.hlo.txt", traced.lower().as_text("stablehlo"), type="hlo")
             self._logged_jaxprs.add(name)
         return fn(*args, **kwargs)
-
-    def _log_inner_hyperparameters(self, state: DiLoCoState, step: int) -> None:
-        """Logs `optim/*` from the islands, where the inner optimizer's state lives; the host looks in `opt_state`."""
-        inner = getattr(state.islands.opt_state, "inner_opt_state", state.islands.opt_state)
-        if (hyperparameters := getattr(inner, "hyperparams", None)) is not None:
-            own = SimpleNamespace(hyperparams=first_local(hyperparameters))
-            log_optimizer_hyperparams(own, prefix="optim", step=step)
-
-
-def _local_mean(per_island: jax.Array) -> Any:  # Any: a float where the host has an array
-    """Mean over the islands of this process."""
-    return np.mean(list(local_values(per_island).values()))
