@@ -121,7 +121,7 @@ def test_plan_needs_neither_jax_nor_the_host():
     loaded = modules_after(f"import levanter_diloco.cli as cli; cli.main([{flags}])")
     assert "levanter_diloco.simulate" in loaded
     assert not loaded & {"jax", "levanter", "haliax", "optax", "numpy"}
-    assert time.monotonic() - started < 5  # 0.4 s on an idle machine; the host alone takes 15
+    assert time.monotonic() - started < 10  # 0.4 s on an idle machine; the host alone takes 15
 
 
 def test_lower_layers_load_without_the_host():
