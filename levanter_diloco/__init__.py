@@ -2,6 +2,7 @@
 
 Papers are cited by tag:
     [DiLoCo] Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, arXiv:2311.08105
+    [Scaling] Charles et al., Scaling Laws for DiLoCo, arXiv:2503.09799
     [Streaming] Douillard et al., Streaming DiLoCo with overlapping communication, arXiv:2501.18512
 
 Public names are imported when they are first asked for, so that importing the package stays instant.

@@ -1,4 +1,4 @@
-"""`levanter-diloco <command>`: loads the plugins, then runs the host's own program."""
+"""`levanter-diloco <command>`: loads the plugins, then runs the host's own program; or runs a tool of ours."""
 
 import atexit
 import contextlib
@@ -12,12 +12,16 @@ from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
 COMMANDS = {"train_lm": "levanter_diloco.main.train_lm"}
+"""Programs of the host: the module's `main` takes a parsed config."""
+
+TOOLS = {"plan": "levanter_diloco.plan"}
+"""Commands that do without the host: the module's `main` takes the arguments and parses them itself."""
 
 PLUGINS = "levanter.plugins"
 
 USAGE = f"""usage: levanter-diloco COMMAND --config_path X.yaml [--any.option value ...]
 
-commands: {", ".join(COMMANDS)}
+commands: {", ".join([*COMMANDS, *TOOLS])}
   levanter-diloco COMMAND --help lists every option."""
 
 
@@ -32,8 +36,10 @@ def main(argv: list[str] | None = None) -> None:
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in ("-h", "--help"):
         print(USAGE)
+    elif args[0] in TOOLS:
+        importlib.import_module(TOOLS[args[0]]).main(args[1:])
     elif args[0] not in COMMANDS:
-        _refuse(f"unknown command {args[0]!r}; the commands are {', '.join(COMMANDS)}")
+        _refuse(f"unknown command {args[0]!r}; the commands are {', '.join([*COMMANDS, *TOOLS])}")
     else:
         run(COMMANDS[args[0]], args[1:])
 

@@ -4,6 +4,7 @@ import ast
 import importlib
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import levanter_diloco
 PACKAGE = Path(levanter_diloco.__file__).parent
 
 LAYERS = {
-    0: ["__init__", "config", "schedule", "text"],
+    0: ["__init__", "config", "schedule", "text", "model_size", "simulate", "forecast", "plan_report", "plan"],
     1: ["fragments", "outer"],
     2: ["mesh", "exchange", "state", "inner", "sync", "programs", "embedding"],
     3: ["trainer_config", "metrics", "checkpoint", "summary", "json_lines", "trainer", "binding", "tracker"],
@@ -112,6 +113,15 @@ def test_importing_the_package_imports_neither_jax_nor_the_host():
 def test_help_of_the_command_needs_neither_jax_nor_the_host():
     loaded = modules_after("import levanter_diloco.cli as cli; cli.main(['--help'])")
     assert not loaded & {"jax", "levanter", "haliax"}
+
+
+def test_plan_needs_neither_jax_nor_the_host():
+    flags = "'plan', '--params', '10e9', '--layers', '48', '--step_seconds', '0.8', '--rate', '10gbit', '--json'"
+    started = time.monotonic()
+    loaded = modules_after(f"import levanter_diloco.cli as cli; cli.main([{flags}])")
+    assert "levanter_diloco.simulate" in loaded
+    assert not loaded & {"jax", "levanter", "haliax", "optax", "numpy"}
+    assert time.monotonic() - started < 10  # 0.4 s on an idle machine; the host alone takes 15
 
 
 def test_lower_layers_load_without_the_host():
