@@ -8,9 +8,11 @@ from typing import Literal, get_args
 import draccus
 import optax
 
+from .errors import PATH as PATH
+from .errors import ModelError as ModelError
+from .errors import OptionError as OptionError
+from .errors import option_error as option_error
 from .schedule import Schedule
-
-PATH = "trainer.diloco"
 
 LrSchedule = Literal["constant", "linear", "cosine"]
 
@@ -182,19 +184,6 @@ class DiLoCoConfig:
     @property
     def schedule(self) -> Schedule:
         return Schedule(self.sync_period, self.num_fragments, self.overlap_steps)
-
-
-class OptionError(ValueError):
-    """Bad input: one sentence with the option's YAML path, its value, the rule and a value that works."""
-
-
-class ModelError(TypeError):
-    """A model whose structure the options do not fit; likewise one sentence."""
-
-
-def option_error(option: str, value: object, rule: str, works: object) -> OptionError:
-    """Builds the sentence for an option of the block."""
-    return OptionError(f"{PATH}.{option} ({value}) must {rule}; {works} works.")
 
 
 def _require_one_of(choices: tuple[str, ...], option: str, value: str) -> None:

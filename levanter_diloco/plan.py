@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .errors import PATH
 from .forecast import HIDDEN_STEPS, Setting, forecast, valid_num_fragments
 from .model_size import BY_HAND, BadInput, ModelSize, size_of
 from .plan_report import draw, lines
@@ -16,7 +17,6 @@ from .schedule import Schedule
 DEFAULTS = {"sync_period": 100, "num_fragments": 1, "overlap_steps": 0}
 """Of `config.DiLoCoConfig`, which imports jax; a test compares."""
 
-PATH = "trainer.diloco"
 
 UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 

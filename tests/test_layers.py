@@ -14,7 +14,18 @@ import levanter_diloco
 PACKAGE = Path(levanter_diloco.__file__).parent
 
 LAYERS = {
-    0: ["__init__", "config", "schedule", "text", "model_size", "simulate", "forecast", "plan_report", "plan"],
+    0: [
+        "__init__",
+        "errors",
+        "config",
+        "schedule",
+        "text",
+        "model_size",
+        "simulate",
+        "forecast",
+        "plan_report",
+        "plan",
+    ],
     1: ["fragments", "outer"],
     2: ["mesh", "exchange", "state", "inner", "sync", "programs", "embedding"],
     3: ["trainer_config", "metrics", "checkpoint", "summary", "json_lines", "trainer", "binding", "tracker"],
