@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .config import DiLoCoConfig as DiLoCoConfig
     from .config import OuterOptimizerConfig as OuterOptimizerConfig
     from .fragments import Partition as Partition
+    from .link import LinkConfig as LinkConfig
     from .outer import island_gradients as island_gradients
     from .outer import merge as merge
     from .outer import outer_gradient as outer_gradient
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "config": ("DiLoCoConfig", "OuterOptimizerConfig"),
     "fragments": ("Partition",),
+    "link": ("LinkConfig",),
     "outer": ("island_gradients", "merge", "outer_gradient", "outer_step"),
     "schedule": ("Schedule",),
     "state": ("DiLoCoState",),

@@ -7,6 +7,7 @@ import importlib
 import io
 import os
 import sys
+import types
 import typing
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
@@ -100,10 +101,13 @@ def parse(config_class: type, args: list[str]) -> Any:  # Any: an instance of `c
 
 def _explain(config_class: type, error: Exception) -> str:
     """Says what is wrong with a YAML, where draccus leaves the reason or the known options out."""
-    from draccus.utils import DecodingError
+    from draccus.utils import DecodingError, ParsingError
 
     from .config import OptionError
 
+    # A block that may be null has one type besides, and draccus buries what that says.
+    while str(error).count("\n") == 2 and isinstance(error.__cause__, ParsingError):
+        error = error.__cause__
     if isinstance(error.__cause__, OptionError):
         return str(error.__cause__)
     if not isinstance(error, DecodingError):
@@ -111,7 +115,8 @@ def _explain(config_class: type, error: Exception) -> str:
         return f"{error}: {hint}"
     if isinstance(error.__cause__, AttributeError | TypeError):  # draccus took a value for a block
         found = error.message.partition("value=")[2].partition(" into field")[0]
-        return f"{'.'.join(error.key_path)} must be a block of options, found {found}; an empty block is {{}}"
+        block = f"{'.'.join(error.key_path)} must be a block of options"
+        return f"{block}, found {found}; an empty block is {{}}" if found else f"{block}; {{option: value}} works"
     known = _known_options(config_class, error)
     return str(error) + (f"; the options are {', '.join(known)}" if known else "")
 
@@ -124,6 +129,8 @@ def _known_options(config_class: type, error: Any) -> list[str]:  # Any: Decodin
     block: Any = config_class
     for name in error.key_path:
         block = typing.get_type_hints(block).get(name) if dataclasses.is_dataclass(block) else None
+        if types.NoneType in typing.get_args(block):
+            block = typing.get_args(block)[0]
     if isinstance(block, type) and issubclass(block, ChoiceType):
         choices = block.get_known_choices()
         named = [choice for choice in choices.values() if error.message.endswith(f" {stringify_type(choice)}")]

@@ -12,6 +12,7 @@ from .errors import PATH as PATH
 from .errors import ModelError as ModelError
 from .errors import OptionError as OptionError
 from .errors import option_error as option_error
+from .link import LinkConfig
 from .schedule import Schedule
 
 LrSchedule = Literal["constant", "linear", "cosine"]
@@ -166,6 +167,9 @@ class DiLoCoConfig:
 
     final_sync: bool = True
     """Whether fragments with unsynced progress sync once more after the last step."""
+
+    link: LinkConfig | None = None
+    """A slow link that `tc` makes of this host's own for the run; unset, the network is left alone."""
 
     def __post_init__(self) -> None:
         _require_one_of(get_args(LayerOrder), "layer_order", self.layer_order)

@@ -10,15 +10,13 @@ from typing import Any, NoReturn
 
 from .errors import PATH
 from .forecast import HIDDEN_STEPS, Setting, forecast, valid_num_fragments
+from .link import RATE_UNITS, quantity
 from .model_size import BY_HAND, BadInput, ModelSize, size_of
 from .plan_report import draw, lines
 from .schedule import Schedule
 
 DEFAULTS = {"sync_period": 100, "num_fragments": 1, "overlap_steps": 0}
 """Of `config.DiLoCoConfig`, which imports jax; a test compares."""
-
-
-UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 
 GRADIENT_BITS = {"f32": 32, "float32": 32, "full": 32, "bf16": 16, "bfloat16": 16, "f16": 16, "float16": 16}
 
@@ -135,13 +133,9 @@ def load(path: str) -> Mapping[str, Any]:  # Any: a YAML
 
 def parse_rate(name: str, text: str) -> float:
     """Reads a rate as `tc` writes it, in bit/s."""
-    found = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)", text.strip().lower())
-    try:
-        rate = float(found[1]) * UNITS[found[2] or "bit"] if found else math.nan
-    except (KeyError, ValueError):
-        rate = math.nan
-    if not 0 < rate < math.inf:
-        raise BadInput(f"{name} ({text}) must be a rate above 0, in {' '.join(UNITS)} a second; 1gbit works.")
+    rate = quantity(text, RATE_UNITS)
+    if math.isnan(rate):
+        raise BadInput(f"{name} ({text}) must be a rate above 0, in {' '.join(RATE_UNITS)} a second; 1gbit works.")
     return rate
 
 

@@ -15,6 +15,7 @@ from levanter_diloco.config import (
     OuterOptimizerConfig,
     SgdConfig,
 )
+from levanter_diloco.link import LinkConfig
 from levanter_diloco.trainer_config import DiLoCoTrainerConfig
 
 
@@ -314,3 +315,23 @@ def test_block_that_is_no_mapping_is_refused_in_words(refusal: Any, block: str):
     line = refusal(f"trainer: {{diloco: {block}}}")
     assert "trainer.diloco" in line
     assert "AttributeError" not in line and "TypeError" not in line and "<class" not in line
+
+
+def test_link_is_off_by_default_and_read_from_yaml_and_flags(decode: Any):
+    assert decode("trainer: {diloco: {}}").link is None
+    assert decode("trainer: {diloco: {link: null}}").link is None
+    assert decode("trainer: {diloco: {link: {rate: 50mbit}}}").link == LinkConfig("50mbit")
+    assert decode("trainer: {diloco: {}}", "--trainer.diloco.link.rate", "1gbit").link == LinkConfig("1gbit")
+    mixed = decode("trainer: {diloco: {link: {rate: 1gbit, burst: 1mb}}}", "--trainer.diloco.link.rate", "50mbit")
+    assert mixed.link == LinkConfig("50mbit", burst="1mb")
+
+
+def test_link_refusals_name_the_option_and_what_works(refusal: Any):
+    slow = "trainer: {diloco: {link: {rate: 50mbits}}}"
+    assert "trainer.diloco.link.rate (50mbits) must be at least 8kbit" in refusal(slow)
+    assert "trainer.diloco.link.rate () must be at least 8kbit" in refusal("trainer: {diloco: {link: {burst: 1mb}}}")
+    typo = refusal("trainer: {diloco: {link: {rates: 50mbit}}}")
+    assert "`rates`" in typo and typo.endswith("; the options are rate, burst, latency, interface")
+    flag = refusal("trainer: {diloco: {}}", "--trainer.diloco.link.rates", "50mbit")
+    assert "--trainer.diloco.link.rates" in flag and "the options are --trainer.diloco.link.rate " in flag
+    assert "trainer.diloco.link must be a block of options" in refusal("trainer: {diloco: {link: 50mbit}}")

@@ -17,6 +17,7 @@ LAYERS = {
     0: [
         "__init__",
         "errors",
+        "link",
         "config",
         "schedule",
         "text",

@@ -12,6 +12,7 @@ from levanter.trainer_state import trainables_only
 from ..binding import islands_in
 from ..cli import leave, run
 from ..fragments import Partition
+from ..link import shaped
 from ..trainer_config import DiLoCoTrainerConfig
 
 
@@ -25,12 +26,13 @@ class TrainDiLoCoLmConfig(host.TrainLmConfig):
 
 def main(config: TrainDiLoCoLmConfig) -> None:
     """Trains as the host's `main` does; with `trainer.diloco`, on islands."""
-    if not config.trainer.diloco.enabled:
-        host.main(config)
-        return
-    check_model(config)
-    with islands_in(host):
-        host.main(config)
+    with shaped(config.trainer.diloco.link):  # data parallelism too, to compare with
+        if not config.trainer.diloco.enabled:
+            host.main(config)
+            return
+        check_model(config)
+        with islands_in(host):
+            host.main(config)
 
 
 def check_model(config: TrainDiLoCoLmConfig) -> None:
