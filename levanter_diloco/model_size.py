@@ -28,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {  # Any: the options' own types
     "mistral": {**LLAMA, "intermediate_dim": 14336, "num_kv_heads": 8},
     "qwen": LLAMA,
     "qwen3": LLAMA,
+    "apertus": {**LLAMA, "use_qk_norm": True},
     "qwen3_moe": {
         **LLAMA,
         "hidden_dim": 2048,
@@ -137,6 +138,8 @@ def _layer(kind: str, options: Options) -> int:
     if kind == "qwen3_moe":
         experts = options["num_experts"]
         feed_forward = experts * (3 * hidden * options["moe_intermediate_dim"] + hidden)  # and the router
+    elif kind == "apertus":
+        feed_forward = 2 * hidden * options["intermediate_dim"] + 4  # no gate; four numbers shape its activation
     else:
         feed_forward = 3 * hidden * options["intermediate_dim"]
     extra_norms = options["hybrid_norm"] and kind in ("llama", "mistral", "qwen3")
