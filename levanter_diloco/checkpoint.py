@@ -97,10 +97,14 @@ class StateLoader:
             # Without overlap nothing is ever in flight, so the period may change between two syncs.
             free = name == "sync_period" and stored["overlap_steps"] == facts["overlap_steps"] == 0
             if not free and stored[name] != value:
-                option = {"islands": "islands (K)", "sequential_layers": "layer_order (1: sequential)"}.get(name, name)
+                options = {
+                    "islands": "ici_islands x dcn_islands x islands_per_slot",
+                    "sequential_layers": "layer_order (1: sequential)",
+                }
                 raise OptionError(
-                    f"{PATH}.{option} ({value}) must be that of the checkpoint {path}; {stored[name]} works, or "
-                    "initialize_model_from_checkpoint_path to start anew from its outer parameters."
+                    f"{PATH}.{options.get(name, name)} ({value}) must be that of the checkpoint {path}; "
+                    f"{stored[name]} works, or another trainer.id with initialize_model_from_checkpoint_path to start "
+                    "anew from its outer parameters."
                 )
 
     def _of(self, host: TrainerState) -> DiLoCoState:

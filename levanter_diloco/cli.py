@@ -28,7 +28,11 @@ commands: {", ".join([*COMMANDS, *TOOLS])}
 
 def command() -> NoReturn:
     """The console script."""
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("levanter-diloco: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        leave(130)
     leave()
 
 
@@ -47,8 +51,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(module: str, args: list[str]) -> None:
     """Loads every plugin of the group `levanter.plugins`, then runs `main` of `module` on the options in `args`."""
-    for plugin in entry_points(group=PLUGINS):
-        plugin.load()()
+    load_plugins()
     # Only now, here and below: --help and a wrong command answer at once, the host takes 15 seconds to import.
     from .config import ModelError, OptionError
 
@@ -61,7 +64,19 @@ def run(module: str, args: list[str]) -> None:
         _refuse(str(error))
 
 
-def leave() -> NoReturn:
+def load_plugins() -> None:
+    """Loads every entry point of the group: a module registers by being imported, a function by being called."""
+    for plugin in entry_points(group=PLUGINS):
+        try:
+            loaded = plugin.load()
+        except (ImportError, AttributeError) as error:
+            package = plugin.dist.name if plugin.dist else "unknown"
+            _refuse(f"the plugin {plugin.name} = {plugin.value} of the package {package} does not load: {error}")
+        if callable(loaded):
+            loaded()
+
+
+def leave(code: int = 0) -> NoReturn:
     """Ends a process whose work is done, without tearing the interpreter down.
 
     The host's data loader goes on fetching batches in the background, and an interpreter that is torn down
@@ -70,7 +85,7 @@ def leave() -> NoReturn:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def parse(config_class: type, args: list[str]) -> Any:  # Any: an instance of `config_class`

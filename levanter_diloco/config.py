@@ -35,7 +35,7 @@ class OuterOptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
     """How the rate falls from `learning_rate` to `min_lr_ratio * learning_rate`, in outer steps."""
 
     warmup: int = 0
-    """Outer steps over which the rate rises from 0; >= 0."""
+    """Outer steps over which the rate rises, the first at `learning_rate / (warmup + 1)`; >= 0."""
 
     min_lr_ratio: float = 0.0
     """Final rate over peak rate, in [0, 1]; no effect on a constant schedule."""
@@ -62,9 +62,10 @@ class OuterOptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
         }[self.lr_schedule]
         if self.warmup == 0:
             return after
-        return optax.join_schedules(
-            [optax.linear_schedule(0.0, self.learning_rate, self.warmup), after], [self.warmup]
-        )
+        # Not from 0: a fragment whose first outer step is empty would throw its first period away.
+        first = self.learning_rate / (self.warmup + 1)
+        rise = optax.linear_schedule(first, self.learning_rate, self.warmup)
+        return optax.join_schedules([rise, after], [self.warmup])
 
     @abc.abstractmethod
     def build(self, outer_steps: int) -> optax.GradientTransformation:

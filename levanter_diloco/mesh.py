@@ -115,9 +115,8 @@ def _agreed(option: str, value: int | None, path: str, axes: Mapping[str, int], 
     if ISLAND not in axes:
         return default if value is None else value
     if value not in (None, axes[ISLAND]):
-        raise option_error(
-            option, value, f"agree with trainer.{path}.{ISLAND} ({axes[ISLAND]}) or be left out", axes[ISLAND]
-        )
+        rule = f"agree with trainer.{path}.{ISLAND} ({axes[ISLAND]})"
+        raise option_error(option, value, rule, "leaving one of the two out")
     if axes[ISLAND] != -1 and axes[ISLAND] < 1:
         raise OptionError(f"trainer.{path}.{ISLAND} ({axes[ISLAND]}) must be at least 1, or -1 to infer it; 2 works.")
     return axes[ISLAND]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 from haliax.util import is_named_array
 from humanfriendly import format_size
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 from levanter.trainer_state import trainables_only
 
 from .config import PATH
@@ -31,6 +31,9 @@ class Traffic:
     data_parallel: int
     """One step of data-parallel training: a gradient in the parameter dtype."""
 
+    alone: bool = False
+    """Whether there is one island, which sends nothing."""
+
     @classmethod
     def of(cls, state: DiLoCoState, partition: Partition) -> "Traffic":
         rest, layers = partition.split(trainables_only(state.model, state.is_trainable))
@@ -38,11 +41,16 @@ class Traffic:
         by_layer = [_size(layers) * F32_BYTES // layer_fragments] * layer_fragments if layer_fragments else []
         num_islands = int(state.schedule["islands"])
         gradient = sum(x.nbytes for x in jax.tree.leaves(state.islands.params)) // num_islands
-        return cls((_size(rest) * F32_BYTES, *by_layer), gradient)
+        return cls((_size(rest) * F32_BYTES, *by_layer), gradient, num_islands == 1)
 
     def sent(self, outer_steps: Int[Array, " P"]) -> int:
         """Bytes an island has sent when its fragments have taken `outer_steps` outer steps each."""
-        return sum(int(count) * size for count, size in zip(outer_steps.tolist(), self.by_fragment, strict=True))
+        counts = outer_steps.tolist()
+        return sum(count * self.of_sync(fragment) for fragment, count in enumerate(counts))
+
+    def of_sync(self, fragment: int) -> int:
+        """Bytes an island sends for one sync of `fragment`."""
+        return 0 if self.alone else self.by_fragment[fragment]
 
 
 def announce(
@@ -61,7 +69,8 @@ def announce(
         "bytes_per_sync": max(traffic.by_fragment),
         "bytes_per_period": sum(traffic.by_fragment),
         "data_parallel_bytes_per_period": traffic.data_parallel * schedule.effective_period,
-        "memory_added_per_device": sum(map(_shard_bytes, jax.tree.leaves((outer, state.opt_state, state.captured)))),
+        "memory_added_per_device": _device_bytes((outer, state.opt_state, state.captured))
+        + _device_bytes(state.islands) * (layout.per_slot - 1) // layout.per_slot,
     }
     for line in _lines(config, partition, outer, traffic, figures):
         logger.info(line)
@@ -94,6 +103,11 @@ def cadence_warnings(config: DiLoCoTrainerConfig) -> Iterator[str]:
             f"{PATH}.sync_period ({schedule.sync_period}) takes effect as {period}: {schedule.num_fragments} "
             f"fragments, one every {spacing} step(s). {period} is the nearest that is kept to the step."
         )
+    if period > config.num_train_steps:
+        yield (
+            f"{PATH}.sync_period takes effect as {period}, longer than the run of {config.num_train_steps} steps: not "
+            f"every fragment syncs before the final sync. At most {config.num_train_steps} does."
+        )
     if config.steps_per_eval <= config.num_train_steps < math.lcm(config.steps_per_eval, spacing):
         yield (
             f"trainer.steps_per_eval ({config.steps_per_eval}) never falls on a sync (every {spacing} steps): each "
@@ -101,7 +115,8 @@ def cadence_warnings(config: DiLoCoTrainerConfig) -> Iterator[str]:
         )
     for keep in config.checkpointer.keep or []:
         # The host counts from 0, so it saves one step after each multiple.
-        if min((keep["every"] * n + 1) % spacing for n in range(1, spacing + 1)) > 1:
+        saves = range(keep["every"] + 1, config.num_train_steps + 1, keep["every"])
+        if saves and min(save % spacing for save in saves) > 1:
             yield (
                 f"trainer.checkpointer.keep.every ({keep['every']}) never falls on a sync (every {spacing} steps): "
                 f"the outer model of a checkpoint is up to {spacing} steps old. A multiple of {spacing} does."
@@ -128,14 +143,21 @@ def _lines(
         for name in ("bytes_per_sync", "bytes_per_period", "data_parallel_bytes_per_period")
     )
     saved = figures["data_parallel_bytes_per_period"] / figures["bytes_per_period"]
-    yield f"  an island sends up to {sync} a sync, {period} a period; data parallel {parallel}, {saved:.1f}x as much"
+    if traffic.alone:
+        yield f"  one island: nothing is sent; data parallel sends {parallel} a period"
+    else:
+        yield f"  an island sends up to {sync} a sync, {period} a period; data parallel {parallel}, {saved:.1f}x that"
     memory = format_size(figures["memory_added_per_device"], binary=True)
-    yield f"  memory added per device: {memory} (outer parameters and optimizer state, captured fragments)"
+    yield (
+        f"  memory added per device: {memory} (outer parameters and optimizer state, captured fragments, and all but "
+        "one of the islands that share it)"
+    )
 
 
 def _size(params: Params) -> int:
     return sum(x.size for x in jax.tree.leaves(params, is_leaf=is_named_array))
 
 
-def _shard_bytes(x: jax.Array) -> int:
-    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+def _device_bytes(tree: PyTree) -> int:
+    """Bytes of `tree` on one device."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))

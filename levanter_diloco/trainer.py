@@ -148,7 +148,7 @@ class DiLoCoTrainer(Trainer):
         losses = local_values(inner.loss)
         record = StepRecord({k: IslandRecord(loss) for k, loss in losses.items() if k in self._owned}, {}, 0)
         if fragment is not None and report is not None:
-            record.add_sync(fragment, report, self.traffic.by_fragment[fragment])
+            record.add_sync(fragment, report, self.traffic.of_sync(fragment))
         if schedule.overlap_steps > 0:
             if (merging := schedule.merged(step, since)) is not None:
                 state, _ = programs.apply("merge", state, merging)
@@ -176,7 +176,7 @@ class DiLoCoTrainer(Trainer):
         def run(kind: Kind, state: DiLoCoState, fragment: int) -> DiLoCoState:
             state, report = self._programs_for(state).apply(kind, state, fragment)
             if report is not None:
-                record.add_sync(fragment, report, self.traffic.by_fragment[fragment])
+                record.add_sync(fragment, report, self.traffic.of_sync(fragment))
             return state
 
         for capture, fragment in self.schedule.unmerged(step, since):

@@ -125,13 +125,14 @@ def test_cosine_rate_falls_to_its_floor():
 
 
 def test_warmup_rises_then_the_rest_of_the_run_decays():
-    # 4 steps up to .8, then 6 of the 10 outer steps from .8 to 0.
+    # From .8/5 in 4 steps up to .8, then in 6 of the 10 outer steps from .8 to 0.
     config = SgdConfig(learning_rate=0.8, lr_schedule="linear", warmup=4)
-    assert rates(config, 10, [0, 1, 2, 4, 7, 10]) == pytest.approx([0.0, 0.2, 0.4, 0.8, 0.4, 0.0], abs=1e-7)
+    assert rates(config, 10, [0, 1, 2, 4, 7, 10]) == pytest.approx([0.16, 0.32, 0.48, 0.8, 0.4, 0.0], abs=1e-7)
 
 
 def test_warmup_longer_than_the_run_still_rises():
-    assert rates(SgdConfig(learning_rate=0.8, lr_schedule="cosine", warmup=8), 2, [0, 4]) == pytest.approx([0.0, 0.4])
+    # From .9/9 in 8 steps up to .9: halfway at .5.
+    assert rates(SgdConfig(learning_rate=0.9, lr_schedule="cosine", warmup=8), 2, [0, 4]) == pytest.approx([0.1, 0.5])
 
 
 def test_outer_rate_counts_outer_steps():

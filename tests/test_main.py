@@ -323,7 +323,11 @@ def test_resume_with_other_islands_is_refused(workplace: Workplace, plain: Finis
     assert refused.returncode == 2 and refused.stdout == ""
     assert "Traceback" not in refused.stderr
     [line] = [line for line in refused.stderr.splitlines() if line.startswith("levanter-diloco: ")]
-    assert "trainer.diloco.islands (K) (4)" in line and str(checkpoint(plain.folder, 13)) in line and "2 works" in line
+    assert (
+        "trainer.diloco.ici_islands x dcn_islands x islands_per_slot (4)" in line
+        and str(checkpoint(plain.folder, 13)) in line
+        and "2 works" in line
+    )
 
 
 @pytest.fixture(scope="session")

@@ -94,11 +94,11 @@ def test_islands_resolve(arguments: dict[str, Any], layout: IslandLayout):
     [
         (
             {"ici_islands": 2, "axes": {"diloco": 4}},
-            "ici_islands (2) must agree with trainer.mesh.axes.diloco (4) or be left out; 4 works.",
+            "ici_islands (2) must agree with trainer.mesh.axes.diloco (4); leaving one of the two out works.",
         ),
         (
             {"dcn_islands": 2, "dcn_axes": {"diloco": 4}},
-            "dcn_islands (2) must agree with trainer.mesh.dcn_axes.diloco (4) or be left out; 4 works.",
+            "dcn_islands (2) must agree with trainer.mesh.dcn_axes.diloco (4); leaving one of the two out works.",
         ),
         (
             {"ici_islands": -1},

@@ -1,5 +1,6 @@
 """Plugins: ours, and one of somebody else that adds an outer optimizer."""
 
+import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -40,6 +41,30 @@ def installed(tmp_path: Path) -> Path:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outer-lion\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[levanter.plugins]\nlion = outer_lion:register\n")
     return tmp_path
+
+
+def load_plugins(folder: Path) -> subprocess.CompletedProcess[str]:
+    program = "from levanter_diloco.cli import load_plugins; load_plugins()"
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+
+
+def test_module_as_a_plugin_registers_by_being_imported(installed: Path) -> None:
+    entries = installed / "outer_lion-1.0.dist-info" / "entry_points.txt"
+    entries.write_text("[levanter.plugins]\nlion = outer_lion\n")
+    (installed / "outer_lion.py").write_text("print('imported')")
+    assert load_plugins(installed).stdout == "imported\n"
+
+
+def test_plugin_that_does_not_load_is_named(installed: Path) -> None:
+    entries = installed / "outer_lion-1.0.dist-info" / "entry_points.txt"
+    entries.write_text("[levanter.plugins]\nlion = outer_lynx:register\n")
+    done = load_plugins(installed)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "levanter-diloco: the plugin lion = outer_lynx:register of the package outer-lion does not load: "
+        "No module named 'outer_lynx'"
+    ]
 
 
 def test_package_is_a_plugin() -> None:
