@@ -78,7 +78,7 @@ def test_evaluation_that_never_falls_on_a_sync_is_said(steps_per_eval: int, said
 
 @pytest.mark.parametrize(("every", "said"), [(4, False), (8, False), (3, False), (6, True)])
 def test_checkpoint_that_never_falls_on_a_sync_is_said(every: int, said: bool, tmp_path: Path) -> None:
-    # The host saves after step every*n + 1 of 12: one step after a sync for multiples of 4, at 4 for 3, only at 7 for 6.
+    # The host saves after step every*n + 1 of 12: one step after a sync for multiples of 4, at 4 for 3, at 7 for 6.
     checkpointer = CheckpointerConfig(base_path=str(tmp_path), keep=[{"every": every}])
     found = warnings_of(tmp_path, {"sync_period": 4}, num_train_steps=12, checkpointer=checkpointer)
     assert ["trainer.checkpointer.keep.every (6) never falls on a sync" in warning for warning in found] == [
