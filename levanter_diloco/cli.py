@@ -33,6 +33,10 @@ def command() -> NoReturn:
     except KeyboardInterrupt:
         print("levanter-diloco: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         leave(130)
+    except SystemExit as exit:
+        if isinstance(exit.code, int):  # refused, perhaps when the host was already at work
+            leave(exit.code)
+        raise
     leave()
 
 
