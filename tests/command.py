@@ -16,13 +16,22 @@ import yaml
 
 COMMAND = (str(Path(sys.executable).with_name("levanter-diloco")), "train_lm")
 MODULE = (sys.executable, "-m", "levanter_diloco.main.train_lm")
-HOST = (sys.executable, "-m", "levanter.main.train_lm")
+# The host's program, left as our command leaves it: its loader threads can kill an interpreter that is torn down.
+HOST_PROGRAM = """
+import levanter.config
+import levanter.main.train_lm
+from levanter_diloco.cli import leave
+levanter.config.main(levanter.main.train_lm.main)()
+leave()
+"""
+HOST = (sys.executable, "-c", HOST_PROGRAM)
 
 ONE_PROCESS = """
 import json, sys
-from levanter_diloco.cli import main
+from levanter_diloco.cli import leave, main
 for path in json.loads(sys.argv[1]):
     main(["train_lm", "--config_path", path])
+leave()
 """
 
 STREAMING = {"sync_period": 6, "num_fragments": 3, "ici_islands": 2, "overlap_steps": 1, "mixing_alpha": 0.5}

@@ -87,7 +87,7 @@ def test_value_out_of_range_is_refused(
         (
             {"ici_islands": 2},
             {"trainer__mesh__axes": {"data": -1, "diloco": 4}},
-            ["trainer.diloco.ici_islands", "(2)", "trainer.mesh.axes.diloco", "4 works"],
+            ["trainer.diloco.ici_islands", "(2)", "trainer.mesh.axes.diloco (4)", "leaving one of the two out works"],
         ),
         # B and K
         ({}, {"trainer__train_batch_size": 7}, ["trainer.train_batch_size", "(7)", "2 islands", "8 works"]),

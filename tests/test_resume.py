@@ -117,7 +117,7 @@ def test_resume_with_other_options(tmp_path: Path) -> None:
             return trainer.initial_state(jax.random.PRNGKey(0), model=toy())
 
     refused = {
-        r"trainer\.diloco\.islands \(K\) \(4\)": {"ici_islands": 4},
+        r"trainer\.diloco\.ici_islands x dcn_islands x islands_per_slot \(4\)": {"ici_islands": 4},
         r"trainer\.diloco\.num_fragments \(5\)": {"num_fragments": 5},
         r"trainer\.diloco\.layer_order": {"layer_order": "sequential"},
         r"trainer\.diloco\.overlap_steps \(1\)": {"overlap_steps": 1},
