@@ -17,7 +17,7 @@ from levanter.checkpoint import Checkpointer, load_checkpoint, load_checkpoint_o
 from levanter.checkpoint_manifest import read_manifest
 from levanter.trainer_state import TrainerState, saveable_training_mask
 
-from .config import PATH, OptionError
+from .errors import PATH, OptionError
 from .inner import without_island
 from .mesh import state_shardings
 from .schedule import Schedule

@@ -57,7 +57,7 @@ def run(module: str, args: list[str]) -> None:
     """Loads every plugin of the group `levanter.plugins`, then runs `main` of `module` on the options in `args`."""
     load_plugins()
     # Only now, here and below: --help and a wrong command answer at once, the host takes 15 seconds to import.
-    from .config import ModelError, OptionError
+    from .errors import ModelError, OptionError
 
     program = importlib.import_module(module)
     config_class = typing.get_type_hints(program.main)["config"]
@@ -122,7 +122,7 @@ def _explain(config_class: type, error: Exception) -> str:
     """Says what is wrong with a YAML, where draccus leaves the reason or the known options out."""
     from draccus.utils import DecodingError, ParsingError
 
-    from .config import OptionError
+    from .errors import OptionError
 
     # A block that may be null has one type besides, and draccus buries what that says.
     while str(error).count("\n") == 2 and isinstance(error.__cause__, ParsingError):

@@ -8,10 +8,7 @@ from typing import Literal, get_args
 import draccus
 import optax
 
-from .errors import PATH as PATH
-from .errors import ModelError as ModelError
-from .errors import OptionError as OptionError
-from .errors import option_error as option_error
+from .errors import option_error
 from .link import LinkConfig
 from .schedule import Schedule
 

@@ -16,7 +16,8 @@ from haliax.util import is_named_array
 from jax.tree_util import keystr
 from jaxtyping import PyTree
 
-from .config import PATH, LayerOrder, ModelError, OptionError
+from .config import LayerOrder
+from .errors import PATH, ModelError, OptionError
 
 FRAGMENT = "fragment"
 ROW = "row"

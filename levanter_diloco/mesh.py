@@ -13,7 +13,8 @@ from jax.tree_util import GetAttrKey, tree_leaves_with_path
 from jaxtyping import PyTree
 from levanter.utils.mesh import DEFAULT_DCN_AXIS_SPEC, DEFAULT_ICI_AXIS_SPEC, MeshConfig, create_mesh_from_axis_specs
 
-from .config import PATH, DiLoCoConfig, OptionError, option_error
+from .config import DiLoCoConfig
+from .errors import PATH, OptionError, option_error
 from .outer import ISLAND
 
 DCN_ISLAND = "diloco_dcn"

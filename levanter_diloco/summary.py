@@ -11,7 +11,7 @@ from humanfriendly import format_size
 from jaxtyping import Array, Int, PyTree
 from levanter.trainer_state import trainables_only
 
-from .config import PATH
+from .errors import PATH
 from .fragments import Params, Partition
 from .state import DiLoCoState
 from .trainer_config import DiLoCoTrainerConfig

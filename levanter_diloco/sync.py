@@ -59,7 +59,7 @@ class Sync:
 
     def keep(self, state: DiLoCoState, index: IntScalar | None) -> DiLoCoState:
         """Captures one fragment into the state, for an outer step in a later program (V >= 1)."""
-        part = REST if index is None else LAYERS
+        part = _part(index)
         return dataclasses.replace(state, captured={**(state.captured or {}), part: self.capture(state, index)})
 
     def outer_step(
@@ -72,7 +72,7 @@ class Sync:
     def reduce_kept(self, state: DiLoCoState, index: IntScalar | None) -> tuple[DiLoCoState, SyncReport]:
         """Reduces the fragment that `keep` captured and steps Theta."""
         assert state.captured is not None  # V >= 1
-        gradients = state.captured[REST if index is None else LAYERS]
+        gradients = state.captured[_part(index)]
         return self.outer_step(state, index, gradients, self.reduce(gradients))
 
     def whole(self, state: DiLoCoState, index: IntScalar | None) -> tuple[DiLoCoState, SyncReport]:
@@ -91,7 +91,7 @@ class Sync:
     ) -> tuple[DiLoCoState, Params, SyncReport]:
         """Also returns the new Theta of the fragment: read back from the state, it would cost a copy of the stack."""
         outer = self._outer(state)
-        part = REST if index is None else LAYERS
+        part = _part(index)
         before = self.partition.take(outer, index)
         moments = state.opt_state[part]
         mine = moments if index is None else take_fragment(moments, index)
@@ -113,3 +113,8 @@ class Sync:
     @staticmethod
     def _outer(state: DiLoCoState) -> Params:
         return trainables_only(state.model, state.is_trainable)
+
+
+def _part(index: IntScalar | None) -> str:
+    """The part of `captured` and `opt_state` that holds a fragment."""
+    return REST if index is None else LAYERS

@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 from levanter.schedule import ScheduleStep, distinct_values
 from levanter.trainer import TrainerConfig
 
-from .config import PATH, DiLoCoConfig, OptionError
+from .config import DiLoCoConfig
+from .errors import PATH, OptionError
 from .mesh import IslandLayout, island_mesh, resolve_islands
 from .outer import ISLAND
 
