@@ -18,6 +18,7 @@ from levanter.checkpoint_manifest import read_manifest
 from levanter.trainer_state import TrainerState, saveable_training_mask
 
 from .errors import PATH, OptionError
+from .fragments import Partition
 from .inner import without_island
 from .mesh import state_shardings
 from .schedule import Schedule
@@ -36,6 +37,7 @@ class StateLoader:
     """Makes the first state of a run; every array of it lies on its canonical sharding."""
 
     config: DiLoCoTrainerConfig
+    partition: Partition
     optimizer: optax.GradientTransformation
     """The inner optimizer."""
 
@@ -100,6 +102,7 @@ class StateLoader:
                 options = {
                     "islands": "ici_islands x dcn_islands x islands_per_slot",
                     "sequential_layers": "layer_order (1: sequential)",
+                    "balanced": "partition (1: balanced)",
                 }
                 raise OptionError(
                     f"{PATH}.{options.get(name, name)} ({value}) must be that of the checkpoint {path}; "
@@ -108,7 +111,8 @@ class StateLoader:
                 )
 
     def _of(self, host: TrainerState) -> DiLoCoState:
-        return DiLoCoState.of(host, self.config.diloco, self.config.layout.num_islands, self.outer_optimizer)
+        config = self.config
+        return DiLoCoState.of(host, config.diloco, self.partition, config.layout.num_islands, self.outer_optimizer)
 
     def _place(self, make: Callable[..., DiLoCoState], *args: PyTree) -> DiLoCoState:
         """Runs `make` with the canonical shardings as its result's, so that no step is ever compiled twice."""
@@ -139,7 +143,7 @@ def save_without_barriers(checkpointer: Checkpointer, schedule: Schedule) -> Non
     def on_step(*, tree: PyTree, step: int, force: bool = False) -> None:
         every = checkpointer._get_current_step_save_interval(step)
         due = every is not None and step % every == 0
-        if force or due or schedule.reduced(step + 1) is not None:
+        if force or due or schedule.crossing(step + 1) is not None:
             host_on_step(tree=tree, step=step, force=force)
 
     checkpointer.on_step = on_step

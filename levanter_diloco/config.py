@@ -11,10 +11,15 @@ import optax
 from .errors import option_error
 from .link import LinkConfig
 from .schedule import Schedule
+from .wire import wire_names
 
 LrSchedule = Literal["constant", "linear", "cosine"]
 
 LayerOrder = Literal["interleaved", "sequential"]
+
+PartitionName = Literal["layers", "balanced"]
+
+WireRounding = Literal["nearest", "stochastic"]
 
 
 @dataclass(frozen=True)
@@ -142,8 +147,9 @@ class DiLoCoConfig:
     layer_order: LayerOrder = "interleaved"
     """Which layers share a fragment: every (P-1)-th one, or runs of neighbours [Streaming]."""
 
-    partition: Literal["layers"] = "layers"
-    """`layers`: fragment 0 is all that is outside the layer stack, the others N/(P-1) layers each."""
+    partition: PartitionName = "layers"
+    """`layers`: fragment 0 is all that is outside the layer stack, the others N/(P-1) layers each [Streaming].
+    `balanced`: fragments of equal bytes, for any model and any P: each takes its share of the rows of every leaf."""
 
     overlap_steps: int = 0
     """V: inner steps between the capture of a fragment and its merge; 0 <= V < effective period."""
@@ -166,16 +172,34 @@ class DiLoCoConfig:
     final_sync: bool = True
     """Whether fragments with unsynced progress sync once more after the last step."""
 
+    wire: str = "f32"
+    """How an outer gradient crosses: f32, bf16, int8, int4, e3m0 (FP4 of [Streaming]), or a registered format."""
+
+    wire_block: int = 256
+    """Elements that share a scale on the wire; even, >= 2. An f32 scale a block adds 32 / 256 bits an element."""
+
+    wire_rounding: WireRounding = "nearest"
+    """To the nearest value on the wire, or at random so that the expected value is kept (seeded by `trainer.seed`)."""
+
+    error_feedback: bool = False
+    """Whether what the wire loses is sent along next time; costs an f32 copy of the parameters for each island."""
+
     link: LinkConfig | None = None
     """A slow link that `tc` makes of this host's own for the run; unset, the network is left alone."""
 
     def __post_init__(self) -> None:
         _require_one_of(get_args(LayerOrder), "layer_order", self.layer_order)
-        _require_one_of(("layers",), "partition", self.partition)
+        _require_one_of(get_args(PartitionName), "partition", self.partition)
         _require(self.sync_period >= 1, "sync_period", self.sync_period, "be at least 1", 100)
         _require(self.num_fragments >= 1, "num_fragments", self.num_fragments, "be at least 1 (vanilla)", 1)
         _require(0 <= self.mixing_alpha <= 1, "mixing_alpha", self.mixing_alpha, "lie in [0, 1]", 0.5)
         _require(self.islands_per_slot >= 1, "islands_per_slot", self.islands_per_slot, "be at least 1", 2)
+        _require_one_of(wire_names(), "wire", self.wire)
+        _require_one_of(get_args(WireRounding), "wire_rounding", self.wire_rounding)
+        block = self.wire_block
+        _require(block >= 2 and block % 2 == 0, "wire_block", block, "be even and at least 2", 256)
+        lossy = self.wire != "f32"
+        _require(lossy or not self.error_feedback, "error_feedback", True, "be false with wire f32", "wire: int4")
         for name in ("ici_islands", "dcn_islands"):
             count = getattr(self, name)
             _require(count is None or count == -1 or count >= 1, name, count, "be at least 1, or -1 to infer it", 2)

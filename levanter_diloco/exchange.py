@@ -1,67 +1,197 @@
-"""The one place where islands talk: the mean of their outer gradients over the mesh axis `diloco`."""
+"""The exchange of outer gradients over the mesh axis `diloco`."""
 
-from math import prod
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 from haliax.partitioning import ResourceMapping, pspec_for_axis
+from haliax.types import IntScalar
 from haliax.util import is_named_array
-from jax.sharding import Mesh, PartitionSpec
+from jax import ShapeDtypeStruct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, PRNGKeyArray
 
+from .cut import Cut, cuts_of
 from .fragments import Params
 from .outer import ISLAND
+from .wire import Encoded, WireFormat, as_bytes, from_bytes
 
 
-def mean_over_islands(gradients: Params, mesh: Mesh, mapping: ResourceMapping) -> Params:
+class Exchanged(NamedTuple):
+    """What an exchange leaves behind."""
+
+    mean: Params
+    """Delta as far as it has crossed, axes `{...}`, f32, the same bits on every island."""
+
+    residual: Params | None
+    """What the wire format has lost so far, axes `{diloco, ...}`, f32, each island's own; for error feedback."""
+
+
+@dataclass(frozen=True)
+class Exchange:
     """`outer.outer_gradient` on the mesh: every element crosses between islands exactly once.
 
-    A fully manual shard_map over the parameters' own shards. A leaf that is replicated inside an island
-    is first cut among its copies, so that an island never sends the same element twice, and is gathered
-    inside the island afterwards.
-
-    Args:
-        gradients: Delta_k, axes `{diloco, ...}`, f32, sharded by `mapping`.
-        mesh: A mesh whose axis `diloco` has one slot or more; each holds K / slots islands.
-        mapping: Logical to mesh axes, `diloco` included.
-
-    Returns:
-        Delta, axes `{...}`, f32, the same bits on every island.
+    A fully manual shard_map over the parameters' own shards; `cut` says what each device sends. On f32 the exchange
+    is an all-reduce. Any other format is encoded island by island, so that islands that share devices get what they
+    would get apart; it crosses as bytes, which no backend widens, and is added up in f32, in one order everywhere.
     """
-    leaves, treedef = jax.tree.flatten(gradients, is_leaf=is_named_array)
-    specs = [pspec_for_axis(leaf.axis_names, mapping) for leaf in leaves]
-    num_islands = leaves[0].axis_size(ISLAND)
 
-    def local_mean(shards: list[jax.Array]) -> list[jax.Array]:
-        sums = [shard.sum(0) for shard in shards]  # over the islands of this slot
-        for copies in {_copied_over(spec, mesh) for spec in specs}:
-            group = [i for i, spec in enumerate(specs) if _copied_over(spec, mesh) == copies]
-            for i, total in zip(group, _sum_once([sums[i] for i in group], copies, mesh), strict=True):
-                sums[i] = total
-        return [total / num_islands for total in sums]
+    mesh: Mesh
+    """Its axis `diloco` has one slot or more; each holds K / slots islands."""
 
-    out_specs = [PartitionSpec(*spec[1:]) for spec in specs]
-    # Nothing inside is differentiated, and the replication checker cannot see that a psum ends it.
-    exchange = jax.shard_map(local_mean, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)
-    means = exchange([leaf.array for leaf in leaves])
-    return treedef.unflatten([NamedArray(mean, leaf.axis_names[1:]) for mean, leaf in zip(means, leaves, strict=True)])
+    mapping: ResourceMapping
+    """Logical to mesh axes, `diloco` included."""
+
+    wire: WireFormat
+
+    num_pieces: int = 1
+    """Pieces in which a fragment crosses, one a call."""
+
+    def mean(
+        self,
+        gradients: Params,
+        key: PRNGKeyArray,
+        piece: IntScalar = 0,
+        so_far: Params | None = None,
+        residual: Params | None = None,
+    ) -> Exchanged:
+        """Takes the mean of one piece of a fragment.
+
+        Args:
+            gradients: Delta_k, axes `{diloco, ...}`, f32, sharded by `mapping`.
+            key: For stochastic rounding; equal everywhere.
+            piece: Number of the piece, may be traced.
+            so_far: The mean of the pieces before, axes `{...}`; needed where there are several.
+            residual: What earlier exchanges of these elements have lost; it is sent along.
+        """
+        leaves, treedef = jax.tree.flatten(gradients, is_leaf=is_named_array)
+        specs = [pspec_for_axis(leaf.axis_names, self.mapping) for leaf in leaves]
+        outer_specs = [PartitionSpec(*spec[1:]) for spec in specs]
+
+        def local(
+            shards: list[Array],
+            before: list[Array] | None,
+            lost: list[Array] | None,
+            key: PRNGKeyArray,
+            piece: IntScalar,
+        ) -> tuple[list[Array], list[Array] | None]:
+            cuts = list(cuts_of(specs, [shard.shape[1:] for shard in shards], self.mesh, self.num_pieces))
+            sent = [cut.take(shards, piece) for cut in cuts]
+            if lost is not None:
+                sent = [x + cut.take(lost, piece) for cut, x in zip(cuts, sent, strict=True)]
+            means, arrived = self._cross(sent, key)
+            old = shards if before is None else [x[None] for x in before]
+            mean = [x[0] for x in _put_all(cuts, old, piece, [x[None] for x in means])]
+            if lost is not None:
+                lost = _put_all(cuts, lost, piece, [x - own for x, own in zip(sent, arrived, strict=True)])
+            return mean, lost
+
+        before = None if so_far is None else _arrays(so_far)
+        lost = None if residual is None else _arrays(residual)
+        before_specs = None if before is None else outer_specs
+        lost_specs = None if lost is None else specs
+        everywhere = PartitionSpec()
+        # Nothing inside is differentiated, and the replication checker cannot see that the islands agree.
+        exchange = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(specs, before_specs, lost_specs, everywhere, everywhere),
+            out_specs=(outer_specs, lost_specs),
+            check_vma=False,
+        )
+        mean, lost = exchange(_arrays(gradients), before, lost, key, jnp.asarray(piece))
+
+        def named(arrays: list[Array], start: int) -> Params:
+            pairs = zip(arrays, leaves, strict=True)
+            return treedef.unflatten([NamedArray(x, leaf.axis_names[start:]) for x, leaf in pairs])
+
+        return Exchanged(named(mean, 1), None if lost is None else named(lost, 0))
+
+    def payload_bytes(self, gradients: Params) -> int:
+        """Bytes that an island hands to the network for one fragment, in all of its pieces.
+
+        Counts every island as one that is apart, whatever devices they share here.
+
+        Args:
+            gradients: As for `mean`; shapes will do.
+        """
+        leaves = jax.tree.leaves(gradients, is_leaf=is_named_array)
+        specs = [pspec_for_axis(leaf.axis_names, self.mapping) for leaf in leaves]
+        if self.wire.lossless:
+            return sum(leaf.size // leaf.axes[0].size for leaf in leaves) * 4
+        shapes = [
+            NamedSharding(self.mesh, spec).shard_shape(x.array.shape)[1:]
+            for x, spec in zip(leaves, specs, strict=True)
+        ]
+        num_islands, devices = leaves[0].axes[0].size, self.mesh.size // self.mesh.shape[ISLAND]
+        sent = 0
+        for cut in cuts_of(specs, shapes, self.mesh, self.num_pieces):
+            blocks = self._num_blocks(cut.length, num_islands, 1)
+            sent += blocks * self.wire.block_bytes
+            if self._scatters(num_islands, 1):
+                sent += blocks // num_islands * self.wire.block * 4
+        return sent * self.num_pieces * devices
+
+    def _cross(self, sent: list[Array], key: PRNGKeyArray) -> tuple[list[Array], list[Array]]:
+        """Returns the mean of each vector over all islands, and what this slot's own have become on the wire."""
+        slots = self.mesh.shape[ISLAND]
+        on_slot = len(sent[0])
+        if self.wire.lossless:
+            return [jax.lax.psum(x.sum(0), ISLAND) / (slots * on_slot) for x in sent], sent
+        key = jax.random.fold_in(key, jax.lax.axis_index(self.mesh.axis_names))
+        lengths = [x.shape[1] for x in sent]
+        encoded = [self._encode(x, jax.random.fold_in(key, i)) for i, x in enumerate(sent)]
+        own = [self.wire.decode(one).reshape(on_slot, -1)[:, :n] for one, n in zip(encoded, lengths, strict=True)]
+        chunks = slots if self._scatters(slots, on_slot) else 1
+
+        def chunked(x: Array) -> Array:
+            return x.reshape(on_slot, chunks, -1, *x.shape[1:]).swapaxes(0, 1).reshape(chunks, -1, *x.shape[1:])
+
+        parts = jax.tree.map(chunked, encoded)
+        payload = jax.vmap(as_bytes)(parts)
+        if chunks == 1:
+            payload = jax.lax.all_gather(payload, ISLAND, tiled=True)
+        else:
+            payload = jax.lax.all_to_all(payload, ISLAND, 0, 0, tiled=True)
+        shapes = jax.tree.map(lambda x: ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
+        islands = jax.vmap(lambda row: [self.wire.decode(one) for one in from_bytes(row, shapes)])(payload)
+        means = [x.reshape(slots * on_slot, -1).mean(0) for x in islands]
+        if chunks > 1:
+            whole = jax.lax.all_gather(jnp.concatenate(means), ISLAND)
+            ends = [sum(len(mean) for mean in means[: i + 1]) for i in range(len(means))]
+            means = [part.reshape(-1) for part in jnp.split(whole, ends[:-1], axis=1)]
+        return [mean[:n] for mean, n in zip(means, lengths, strict=True)], own
+
+    def _encode(self, x: Float[Array, "islands length"], key: PRNGKeyArray) -> Encoded:
+        block = self.wire.block
+        blocks = self._num_blocks(x.shape[1], self.mesh.shape[ISLAND], len(x))
+        padded = jnp.pad(x, ((0, 0), (0, blocks * block - x.shape[1])))
+        return self.wire.encode(padded.reshape(-1, block), key)
+
+    def _num_blocks(self, length: int, slots: int, on_slot: int) -> int:
+        blocks = -(-length // self.wire.block)
+        return -(-blocks // slots) * slots if self._scatters(slots, on_slot) else blocks
+
+    def _scatters(self, slots: int, on_slot: int) -> bool:
+        """Whether every slot adds up a share of the blocks and hands out the mean, instead of all of everything.
+
+        With w bytes an element on the wire a slot receives `(S-1)*w` bytes of it when all is gathered, and
+        `(S-1)/S * (w + 4)` when shares are scattered and their f32 means gathered: less once `(S-1)*w > 4`, which
+        is from 4 slots on for bf16, 5 for int8, 9 for 4 bits. The values are the same.
+        """
+        return (slots - 1) * on_slot * self.wire.block_bytes > 4 * self.wire.block
 
 
-def _copied_over(spec: PartitionSpec, mesh: Mesh) -> tuple[str, ...]:
-    """Mesh axes of more than one device over which an array of this spec is replicated."""
-    used = {name for entry in spec if entry is not None for name in ([entry] if isinstance(entry, str) else entry)}
-    return tuple(name for name in mesh.axis_names if name not in used and mesh.shape[name] > 1)
+def _arrays(tree: Params) -> list[Array]:
+    return [x.array for x in jax.tree.leaves(tree, is_leaf=is_named_array)]
 
 
-def _sum_once(shards: list[jax.Array], copies: tuple[str, ...], mesh: Mesh) -> list[jax.Array]:
-    """Sums over `diloco` shards that are replicated over `copies`, each copy sending its own share."""
-    if not copies:
-        return [jax.lax.psum(shard, ISLAND) for shard in shards]
-    num_copies = prod(mesh.shape[name] for name in copies)
-    flat = jnp.concatenate([shard.ravel() for shard in shards])
-    share = -(-flat.size // num_copies)
-    padded = jnp.pad(flat, (0, share * num_copies - flat.size))
-    mine = jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index(copies) * share, share)
-    total = jax.lax.all_gather(jax.lax.psum(mine, ISLAND), copies, tiled=True)[: flat.size]
-    ends = [sum(shard.size for shard in shards[: i + 1]) for i in range(len(shards))]
-    return [part.reshape(shard.shape) for part, shard in zip(jnp.split(total, ends[:-1]), shards, strict=True)]
+def _put_all(cuts: list[Cut], shards: list[Array], piece: IntScalar, values: list[Array]) -> list[Array]:
+    """Returns `shards` with a piece of each cut replaced."""
+    out = list(shards)
+    for cut, value in zip(cuts, values, strict=True):
+        for i, x in zip(cut.leaves, cut.put(shards, piece, value), strict=True):
+            out[i] = x
+    return out

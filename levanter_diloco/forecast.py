@@ -4,7 +4,7 @@ Figures come from `simulate`, over the schedule that the package runs. Besides w
 - An exchange is a ring: an island's link carries `2 * (K - 1) / K` of the payload, once for all of its hosts.
 - Data parallelism sends a gradient in the parameter dtype every step, each layer as soon as its backward pass is
   done, and what lies outside the stack at the end of the step.
-- A wire format costs its bits and nothing else: no scales.
+- A wire format costs its bits and those of its scales, no padding.
 """
 
 import dataclasses
@@ -28,25 +28,22 @@ class Wire:
     """A format in which an outer gradient crosses the link."""
 
     name: str
-    bits: int
-    """Of one parameter."""
-
-    available: bool
-    """Whether this version of the package sends it; the others are planned."""
+    bits: float
+    """Of one parameter, its share of a block's scale included."""
 
 
-F32 = Wire("f32", 32, available=True)
+F32 = Wire("f32", 32)
+
+SCALE_BITS = 32 / 256
+"""An f32 scale for each block of `wire_block` elements, by default 256."""
 
 WIRES = (
     F32,
-    Wire("bf16", 16, available=False),
-    Wire("int8", 8, available=False),
-    Wire("int4", 4, available=False),
-    Wire("e3m0", 4, available=False),
+    Wire("bf16", 16),
+    Wire("int8", 8 + SCALE_BITS),
+    Wire("int4", 4 + SCALE_BITS),
+    Wire("e3m0", 4 + SCALE_BITS),
 )
-
-HIDDEN_STEPS = 1
-"""Steps behind which this version can hide an exchange, whatever V is: the outer step comes one after the capture."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,6 @@ class Method:
 
     name: str
     wire: str
-    available: bool
     work: Workload
 
 
@@ -98,14 +94,13 @@ def methods(setting: Setting) -> list[Method]:
     longest = streaming.effective_period - 1
     overlapped = dataclasses.replace(streaming, overlap_steps=min(max(asked.overlap_steps, 1), longest))
     found = [
-        Method("data parallel", f"{setting.gradient_bits} bit", True, data_parallel(setting)),
-        Method(f"DiLoCo H={vanilla.sync_period}", F32.name, True, diloco(setting, vanilla, F32)),
-        Method(f"streaming P={num_fragments}", F32.name, True, diloco(setting, streaming, F32)),
+        Method("data parallel", f"{setting.gradient_bits} bit", data_parallel(setting)),
+        Method(f"DiLoCo H={vanilla.sync_period}", F32.name, diloco(setting, vanilla, F32)),
+        Method(f"streaming P={num_fragments}", F32.name, diloco(setting, streaming, F32)),
     ]
     hidden = overlapped.overlap_steps
     for wire in WIRES if hidden else ():
-        available = wire.available and hidden <= HIDDEN_STEPS
-        found.append(Method(f"  + overlap V={hidden}", wire.name, available, diloco(setting, overlapped, wire)))
+        found.append(Method(f"  + overlap V={hidden}", wire.name, diloco(setting, overlapped, wire)))
     return found
 
 
@@ -215,7 +210,6 @@ def _figures(method: Method, rate: float | None) -> dict[str, Any]:  # Any: JSON
     figures = {
         "method": method.name.strip(),
         "wire": method.wire,
-        "available": method.available,
         "largest_transfer_bytes": largest / 8,
         "bytes_per_step": work.bits_per_period / 8 / work.schedule.effective_period,
         "required_rate": {f"{target:.0%}": required_rate(work, target) for target in TARGETS},

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .errors import PATH
-from .forecast import HIDDEN_STEPS, Setting, forecast, valid_num_fragments
+from .forecast import Setting, forecast, valid_num_fragments
 from .link import RATE_UNITS, quantity
 from .model_size import BY_HAND, BadInput, ModelSize, size_of
 from .plan_report import draw, lines
@@ -106,10 +106,6 @@ def settle(flags: argparse.Namespace) -> tuple[Setting, list[str]]:
         notes.append("Islands: 2, as --islands is not given.")
     islands = flags.islands or (_islands(trainer, diloco) if flags.config_path is not None else 2)
     schedule = _schedule(flags, diloco, size.num_layers)
-    if schedule.overlap_steps > HIDDEN_STEPS:
-        notes.append(
-            f"V={schedule.overlap_steps} is planned: this version hides an exchange behind {HIDDEN_STEPS} step."
-        )
     return Setting(size, islands, flags.step_seconds, rate, schedule, _gradient_bits(trainer)), notes
 
 

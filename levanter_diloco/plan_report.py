@@ -60,8 +60,9 @@ def _table(rows: list[Mapping[str, Any]], rate: float | None) -> Iterator[str]: 
         if rate:
             line += f"{_si(row['largest_transfer_seconds']) + 's':>9}{row['largest_transfer_steps']:>9.3g}"
             line += f"{row['utilization']:>8.1%}"
-        line += f"  | {'' if row['available'] else '(planned)':10}"
-        yield line + "".join(f"{_si(row['required_rate'][target]).strip():>8}" for target in targets)
+        yield (
+            line + "  | " + " " * 10 + "".join(f"{_si(row['required_rate'][target]).strip():>8}" for target in targets)
+        )
 
 
 def _yaml(options: Mapping[str, Any]) -> str:  # Any: JSON
@@ -98,9 +99,9 @@ def draw(setting: Setting, path: str) -> None:
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot(xscale="log", xlabel="link of an island, Gbit/s", ylabel="compute utilization")
     for method in shown:
-        label = f"{method.name.strip()}, {method.wire}{'' if method.available else ' (planned)'}"
+        label = f"{method.name.strip()}, {method.wire}"
         busy = [utilization(method.work, rate) for rate in rates]
-        axes.plot([rate / 1e9 for rate in rates], busy, "-" if method.available else "--", label=label)
+        axes.plot([rate / 1e9 for rate in rates], busy, label=label)
     if setting.rate is not None:
         axes.axvline(setting.rate / 1e9, color="gray", linewidth=1)
     axes.legend()

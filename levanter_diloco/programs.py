@@ -1,16 +1,19 @@
 """Compiled programs on the training state.
 
-Three step programs, whatever P is: inner; inner + reduce of a layer fragment, its index traced; inner +
-reduce of the rest. Which one runs is host arithmetic, so no program holds a branch.
+The inner step, and the inner step with an exchange: one for each part of the partition, the fragment's index
+traced, and where fragments cross in several pieces another one for the last. Which one runs is host arithmetic,
+so no program holds a branch, and their number does not grow with P.
 """
 
 import dataclasses
+import functools
 from functools import cache
 from typing import Literal
 
 import equinox as eqx
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 from haliax.tree_util import hashable_combine, hashable_partition
 from haliax.types import IntScalar
@@ -18,16 +21,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 from levanter.trainer import Trainer
 
+from .fragments import Place
 from .inner import InnerReport, inner_step
 from .mesh import state_shardings
 from .outer import ISLAND
-from .state import LAYERS, REST, DiLoCoState
+from .schedule import Crossing
+from .state import DiLoCoState
 from .sync import Sync, SyncReport
 
-Part = Literal["rest", "layers"]
-
-Kind = Literal["keep", "merge", "reduce_kept", "whole", "settle"]
-"""A method of `Sync`."""
+Kind = Literal["keep", "merge", "whole"]
+"""A method of `Sync` on a fragment, beside `cross`."""
 
 
 class Programs:
@@ -46,35 +49,55 @@ class Programs:
         self._islands_per_slot = islands_per_slot
         arrays, self._static = eqx.partition(state, eqx.is_array)
         self._treedef = jax.tree.structure(arrays)
-        self._state_shardings = state_shardings(arrays, sync.mesh, sync.mapping)
-        everywhere, own = (NamedSharding(sync.mesh, PartitionSpec(*spec)) for spec in ((), (ISLAND,)))
+        mesh, self._mapping = sync.exchange.mesh, sync.exchange.mapping
+        self._state_shardings = state_shardings(arrays, mesh, self._mapping)
+        everywhere, own = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((), (ISLAND,)))
         self._inner_shardings, self._sync_shardings = (
             InnerReport(own, own, own),
             SyncReport(own, everywhere, everywhere),
         )
 
     def step(
-        self, state: DiLoCoState, batch: PyTree, *, reduce: int | None, hooks: bool
+        self, state: DiLoCoState, batch: PyTree, *, crossing: Crossing | None, hooks: bool
     ) -> tuple[DiLoCoState, InnerReport, SyncReport | None]:
-        """One inner step, with the outer step of fragment `reduce` if one is due."""
-        part, index = _part_of(reduce)
-        arrays, static = hashable_partition(batch, eqx.is_array)
-        leaves, inner, sync = self._step_program(part, hooks)(self._leaves(state), arrays, index, static)
+        """One inner step, with what crosses in it."""
+        program, *args = self._step_call(state, batch, crossing, hooks)
+        leaves, inner, sync = program(*args)
         return self._state(leaves), inner, sync
 
     def trace_step(
-        self, state: DiLoCoState, batch: PyTree, *, reduce: int | None = None, hooks: bool = False
+        self, state: DiLoCoState, batch: PyTree, *, crossing: Crossing | None = None, hooks: bool = False
     ) -> jax.stages.Traced:
         """Traces a step program without running it: for its jaxpr and its HLO."""
-        part, index = _part_of(reduce)
-        arrays, static = hashable_partition(batch, eqx.is_array)
-        return self._step_program(part, hooks).trace(self._leaves(state), arrays, index, static)
+        program, *args = self._step_call(state, batch, crossing, hooks)
+        return program.trace(*args)
 
     def apply(self, kind: Kind, state: DiLoCoState, fragment: int) -> tuple[DiLoCoState, SyncReport | None]:
         """Runs one verb of the sync on `fragment`, apart from an inner step."""
-        part, index = _part_of(fragment)
+        part, index = self._place(fragment)
         leaves, report = self._sync_program(kind, part)(self._leaves(state), index)
         return self._state(leaves), report
+
+    def cross(self, state: DiLoCoState, crossing: Crossing) -> tuple[DiLoCoState, SyncReport | None]:
+        """Lets a piece cross apart from an inner step."""
+        part, index = self._place(crossing.fragment)
+        leaves, report = self._cross_program(part, crossing.last)(self._leaves(state), index, np.int32(crossing.piece))
+        return self._state(leaves), report
+
+    def settle(self, state: DiLoCoState) -> DiLoCoState:
+        """Notes that no capture up to this step has an event left."""
+        return self._state(self._settle_program(self._leaves(state)))
+
+    def _step_call(self, state: DiLoCoState, batch: PyTree, crossing: Crossing | None, hooks: bool) -> tuple:
+        """The step program and its arguments."""
+        part, index = (None, np.int32(0)) if crossing is None else self._place(crossing.fragment)
+        piece, last = (0, True) if crossing is None else crossing[1:]
+        arrays, static = hashable_partition(batch, eqx.is_array)
+        return self._step_program(part, last, hooks), self._leaves(state), arrays, index, np.int32(piece), static
+
+    def _place(self, fragment: int) -> Place:
+        part, index = self._sync.partition.locate(fragment)
+        return Place(part, jnp.int32(index))
 
     def _leaves(self, state: DiLoCoState) -> list[jax.Array]:
         return jax.tree.leaves(eqx.filter(state, eqx.is_array))
@@ -83,48 +106,57 @@ class Programs:
         return eqx.combine(self._treedef.unflatten(leaves), self._static)
 
     @cache  # noqa: B019  as long-lived as the run
-    def _step_program(self, part: Part | None, hooks: bool) -> jax.stages.Wrapped:
+    def _step_program(self, part: str | None, last: bool, hooks: bool) -> jax.stages.Wrapped:
         def step(
-            leaves: list[jax.Array], batch: PyTree, index: IntScalar, static: tuple
+            leaves: list[jax.Array], batch: PyTree, index: IntScalar, piece: IntScalar, static: tuple
         ) -> tuple[list[jax.Array], InnerReport, SyncReport | None]:
             state, batch = self._state(leaves), hashable_combine(batch, static)
-            layer = index if part == LAYERS else None
-            kept = state.captured[part] if part is not None and state.captured is not None else None
-            report = gradient = None
-            with hax.axis_mapping(self._sync.mapping):
-                if kept is not None:
+            place = None if part is None else Place(part, index)
+            report = exchanged = None
+            with hax.axis_mapping(self._mapping):
+                if place is not None and state.captured is not None:
                     # Ahead of forward and backward and unread by them: the exchange may take the whole step.
-                    gradient = self._sync.reduce(kept)
+                    exchanged = self._sync.reduce_kept(state, place, piece)
                 islands, inner = inner_step(
                     self._trainer, state, batch, islands_per_slot=self._islands_per_slot, hooks=hooks
                 )
                 state = dataclasses.replace(state, islands=islands, step=state.step + 1)
-                if kept is not None:
-                    state, report = self._sync.outer_step(state, layer, kept, gradient)
-                elif part is not None:
-                    state, report = self._sync.whole(state, layer)
+                if place is not None and exchanged is not None:
+                    state, report = self._sync.arrive(state, place, exchanged, last)
+                elif place is not None:
+                    state, report = self._sync.whole(state, place)
             return self._leaves(state), inner, report
 
-        sync_shardings = None if part is None else self._sync_shardings
-        out_shardings = (self._state_shardings, self._inner_shardings, sync_shardings)
-        return jax.jit(step, donate_argnums=0, static_argnums=3, out_shardings=out_shardings)
+        reports = self._sync_shardings if part is not None and last else None
+        out_shardings = (self._state_shardings, self._inner_shardings, reports)
+        return jax.jit(step, donate_argnums=0, static_argnums=4, out_shardings=out_shardings)
 
     @cache  # noqa: B019
-    def _sync_program(self, kind: Kind, part: Part | None) -> jax.stages.Wrapped:
-        reports = kind in ("reduce_kept", "whole")
-
+    def _sync_program(self, kind: Kind, part: str) -> jax.stages.Wrapped:
         def apply(leaves: list[jax.Array], index: IntScalar) -> tuple[list[jax.Array], SyncReport | None]:
-            with hax.axis_mapping(self._sync.mapping):
-                out = getattr(self._sync, kind)(self._state(leaves), index if part == LAYERS else None)
-            state, report = out if reports else (out, None)
+            with hax.axis_mapping(self._mapping):
+                out = getattr(self._sync, kind)(self._state(leaves), Place(part, index))
+            state, report = out if kind == "whole" else (out, None)
             return self._leaves(state), report
 
-        out_shardings = (self._state_shardings, self._sync_shardings if reports else None)
+        out_shardings = (self._state_shardings, self._sync_shardings if kind == "whole" else None)
         return jax.jit(apply, donate_argnums=0, out_shardings=out_shardings)
 
+    @cache  # noqa: B019
+    def _cross_program(self, part: str, last: bool) -> jax.stages.Wrapped:
+        def cross(
+            leaves: list[jax.Array], index: IntScalar, piece: IntScalar
+        ) -> tuple[list[jax.Array], SyncReport | None]:
+            with hax.axis_mapping(self._mapping):
+                state, report = self._sync.cross(self._state(leaves), Place(part, index), piece, last)
+            return self._leaves(state), report
 
-def _part_of(fragment: int | None) -> tuple[Part | None, np.int32]:
-    """The part that holds `fragment`, and its index among the layer fragments (0 where it means nothing)."""
-    if not fragment:
-        return (None if fragment is None else REST), np.int32(0)
-    return LAYERS, np.int32(fragment - 1)
+        out_shardings = (self._state_shardings, self._sync_shardings if last else None)
+        return jax.jit(cross, donate_argnums=0, out_shardings=out_shardings)
+
+    @functools.cached_property
+    def _settle_program(self) -> jax.stages.Wrapped:
+        def settle(leaves: list[jax.Array]) -> list[jax.Array]:
+            return self._leaves(self._sync.settle(self._state(leaves)))
+
+        return jax.jit(settle, donate_argnums=0, out_shardings=self._state_shardings)

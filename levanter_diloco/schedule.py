@@ -2,6 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Crossing(NamedTuple):
+    """What crosses between the islands in one step."""
+
+    fragment: int
+    piece: int
+    """Which of the fragment's pieces, from 0."""
+
+    last: bool
+    """Whether the fragment has then crossed whole, and takes its outer step."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +54,31 @@ class Schedule:
             return None
         return step % self.effective_period // self.steps_per_sync
 
-    def reduced(self, step: int, since: int = 0) -> int | None:
-        """The fragment that takes its outer step in inner step `step`: one step after a capture if V >= 1."""
-        return self.captured(step - min(self.overlap_steps, 1), since)
+    @property
+    def num_pieces(self) -> int:
+        """Pieces that a captured fragment crosses in, one a step.
+
+        V of them use all the time there is before the merge. With V > dh the next fragment is captured before that,
+        and dh pieces keep the link as evenly busy: one fragment crosses at a time, the others wait for their merge.
+        """
+        return max(1, min(self.overlap_steps, self.steps_per_sync))
+
+    def crossing(self, step: int, since: int = 0) -> Crossing | None:
+        """What crosses in inner step `step`: at its end with V = 0, behind it and from one step later with V >= 1."""
+        first = min(self.overlap_steps, 1)
+        for piece in range(self.num_pieces):
+            fragment = self.captured(step - first - piece, since)
+            if fragment is not None:
+                return Crossing(fragment, piece, last=piece == self.num_pieces - 1)
+        return None
+
+    def to_cross(self, step: int, since: int = 0) -> list[Crossing]:
+        """What is captured up to `step` and crosses in later steps."""
+        capture = step - step % self.steps_per_sync
+        fragment = self.captured(capture, since) if self.overlap_steps > 0 else None
+        if fragment is None:
+            return []
+        return [Crossing(fragment, n, n == self.num_pieces - 1) for n in range(step - capture, self.num_pieces)]
 
     def merged(self, step: int, since: int = 0) -> int | None:
         """The fragment that merges after inner step `step`: V steps after its capture."""

@@ -14,10 +14,8 @@ from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 from levanter.trainer_state import TrainerState, trainables_only
 
 from .config import DiLoCoConfig
-from .fragments import Params, Partition
+from .fragments import FRAGMENT, Params, Partition
 from .outer import ISLAND
-
-REST, LAYERS = "rest", "layers"
 
 
 class Islands(eqx.Module):
@@ -37,8 +35,7 @@ class DiLoCoState(TrainerState):
     """`model` is Theta and `opt_state` the outer optimizer's state, so that all of Levanter sees the outer model.
 
     The trainable leaves of `model` are f32 whatever the parameter dtype; frozen leaves exist once, here.
-    `opt_state` is `{"rest": ..., "layers": ...}`: one state for fragment 0, and the states of the layer
-    fragments with a leading axis `fragment`.
+    `opt_state` holds, for each part of the partition, the states of its fragments along an axis `fragment`.
     """
 
     opt_state: dict[str, PyTree]  # pyrefly: ignore[bad-override-mutable-attribute]  the host leaves it open
@@ -46,7 +43,13 @@ class DiLoCoState(TrainerState):
     islands: Islands
 
     captured: dict[str, Params] | None
-    """Delta_k of the last captured fragment (`rest` or `layers`), axes `{diloco, ...}`; `None` if V = 0."""
+    """By part, Delta_k of the last captured fragment, axes `{diloco, ...}`, f32; `None` if V = 0."""
+
+    crossed: dict[str, Params] | None
+    """By part, the mean of what has crossed of it, axes `{...}`, f32; `None` if fragments cross in one piece."""
+
+    residual: Params | None
+    """What the wire format has lost so far, axes `{diloco, ...}`, f32; `None` without error feedback."""
 
     outer_steps: Int[Array, " P"]
     """Outer steps taken by each fragment."""
@@ -59,23 +62,27 @@ class DiLoCoState(TrainerState):
 
     @classmethod
     def of(
-        cls, host: TrainerState, diloco: DiLoCoConfig, num_islands: int, optimizer: optax.GradientTransformation
+        cls,
+        host: TrainerState,
+        diloco: DiLoCoConfig,
+        partition: Partition,
+        num_islands: int,
+        optimizer: optax.GradientTransformation,
     ) -> "DiLoCoState":
         """Starts DiLoCo from a state of the host: Theta is its model, every island a copy of it, momentum fresh.
 
         Inner optimizer moments are copied to all islands; each island gets a random stream of its own, and
         a single island keeps the host's.
         """
-        partition = Partition(diloco.num_fragments, diloco.layer_order)
         Island = Axis(ISLAND, num_islands)
         params = trainables_only(host.model, host.is_trainable)
         outer = jax.tree.map(lambda x: x.astype(jnp.float32), params, is_leaf=is_named_array)
-        rest, layers = partition.split(outer)
-        opt_state = {REST: optimizer.init(rest)}
-        if partition.Fragment is not None:
-            opt_state[LAYERS] = hax.vmap(optimizer.init, partition.Fragment)(layers)
+        opt_state = {
+            part: hax.vmap(optimizer.init, Axis(FRAGMENT, count))(partition.stacked(outer, part))
+            for part, count in partition.parts.items()
+        }
         key = host.training_key
-        captured = {REST: rest} if partition.Fragment is None else {REST: rest, LAYERS: partition.take(outer, 0)}
+        fragments = {part: partition.take(outer, part, 0) for part in partition.parts}
         return cls(
             step=host.step,
             model=eqx.combine(outer, host.model),
@@ -90,7 +97,9 @@ class DiLoCoState(TrainerState):
                 opt_state=_copies(host.opt_state, Island),
                 key=key[None] if num_islands == 1 else jax.random.split(key, num_islands),
             ),
-            captured=jax.tree.map(jnp.zeros_like, _copies(captured, Island)) if diloco.overlap_steps else None,
+            captured=_zeros(_copies(fragments, Island)) if diloco.overlap_steps else None,
+            crossed=_zeros(fragments) if diloco.schedule.num_pieces > 1 else None,
+            residual=_zeros(_copies(outer, Island)) if diloco.error_feedback else None,
             outer_steps=jnp.zeros(diloco.num_fragments, jnp.int32),
             settled=jnp.copy(host.step).astype(jnp.int32),
             schedule={
@@ -129,9 +138,15 @@ def schedule_facts(diloco: DiLoCoConfig, num_islands: int) -> dict[str, int]:
         "islands": num_islands,
         "num_fragments": diloco.num_fragments,
         "sequential_layers": int(diloco.layer_order == "sequential"),
+        "balanced": int(diloco.partition == "balanced"),
         "overlap_steps": diloco.overlap_steps,
+        "error_feedback": int(diloco.error_feedback),
         "sync_period": diloco.sync_period,
     }
+
+
+def _zeros(tree: PyTree) -> PyTree:
+    return jax.tree.map(jnp.zeros_like, tree)
 
 
 def _copies(tree: PyTree, Island: Axis) -> PyTree:

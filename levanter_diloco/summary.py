@@ -5,20 +5,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import equinox as eqx
 import jax
-from haliax.util import is_named_array
 from humanfriendly import format_size
 from jaxtyping import Array, Int, PyTree
 from levanter.trainer_state import trainables_only
 
 from .errors import PATH
-from .fragments import Params, Partition
+from .fragments import Params, Partition, Place
 from .state import DiLoCoState
+from .sync import Sync
 from .trainer_config import DiLoCoTrainerConfig
 
 logger = logging.getLogger(__name__)
-
-F32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Traffic:
     """Bytes an island sends: the payload it hands to the network, whatever the collective makes of it."""
 
     by_fragment: tuple[int, ...]
-    """One sync of each fragment, on the f32 wire."""
+    """One sync of each fragment, on the wire as it is."""
 
     data_parallel: int
     """One step of data-parallel training: a gradient in the parameter dtype."""
@@ -35,13 +34,14 @@ class Traffic:
     """Whether there is one island, which sends nothing."""
 
     @classmethod
-    def of(cls, state: DiLoCoState, partition: Partition) -> "Traffic":
-        rest, layers = partition.split(trainables_only(state.model, state.is_trainable))
-        layer_fragments = partition.num_fragments - 1
-        by_layer = [_size(layers) * F32_BYTES // layer_fragments] * layer_fragments if layer_fragments else []
+    def of(cls, state: DiLoCoState, sync: Sync) -> "Traffic":
+        by_fragment: list[int] = []
+        for part, count in sync.partition.parts.items():
+            gradients = eqx.filter_eval_shape(sync.capture, state, Place(part, 0))
+            by_fragment += [sync.exchange.payload_bytes(gradients)] * count
         num_islands = int(state.schedule["islands"])
         gradient = sum(x.nbytes for x in jax.tree.leaves(state.islands.params)) // num_islands
-        return cls((_size(rest) * F32_BYTES, *by_layer), gradient, num_islands == 1)
+        return cls(tuple(by_fragment), gradient, num_islands == 1)
 
     def sent(self, outer_steps: Int[Array, " P"]) -> int:
         """Bytes an island has sent when its fragments have taken `outer_steps` outer steps each."""
@@ -69,7 +69,9 @@ def announce(
         "bytes_per_sync": max(traffic.by_fragment),
         "bytes_per_period": sum(traffic.by_fragment),
         "data_parallel_bytes_per_period": traffic.data_parallel * schedule.effective_period,
-        "memory_added_per_device": _device_bytes((outer, state.opt_state, state.captured))
+        "memory_added_per_device": _device_bytes(
+            (outer, state.opt_state, state.captured, state.crossed, state.residual)
+        )
         + _device_bytes(state.islands) * (layout.per_slot - 1) // layout.per_slot,
     }
     for line in _lines(config, partition, outer, traffic, figures):
@@ -152,10 +154,6 @@ def _lines(
         f"  memory added per device: {memory} (outer parameters and optimizer state, captured fragments, and all but "
         "one of the islands that share it)"
     )
-
-
-def _size(params: Params) -> int:
-    return sum(x.size for x in jax.tree.leaves(params, is_leaf=is_named_array))
 
 
 def _device_bytes(tree: PyTree) -> int:

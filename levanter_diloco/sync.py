@@ -8,17 +8,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from haliax.partitioning import ResourceMapping
 from haliax.types import IntScalar
 from haliax.util import is_named_array
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, PyTree
 from levanter.trainer_state import trainables_only
 
-from .exchange import mean_over_islands
-from .fragments import Params, Partition, put_fragment, take_fragment
+from .exchange import Exchange, Exchanged
+from .fragments import Params, Partition, Place, put_fragment, take_fragment
 from .outer import ISLAND, island_gradients, merge, norm, outer_step
-from .state import LAYERS, REST, DiLoCoState
+from .state import DiLoCoState
 
 
 class SyncReport(NamedTuple):
@@ -33,88 +31,98 @@ class SyncReport(NamedTuple):
 
 @dataclass(frozen=True)
 class Sync:
-    """The four verbs of a sync, as pure functions of the state.
-
-    `index` is `None` for fragment 0 and the traced number of a layer fragment minus one otherwise.
-    """
+    """The verbs of a sync, as pure functions of the state; the index of a fragment's place may be traced."""
 
     partition: Partition
     optimizer: optax.GradientTransformation
     mixing_alpha: float
-    mesh: Mesh
-    mapping: ResourceMapping
+    exchange: Exchange
 
-    def capture(self, state: DiLoCoState, index: IntScalar | None) -> Params:
+    def capture(self, state: DiLoCoState, place: Place) -> Params:
         """Returns `Delta_k` of one fragment, axes `{diloco, ...}`, f32, each on its own island."""
-        islands = self.partition.take(state.islands.params, index)
-        return island_gradients(self.partition.take(self._outer(state), index), islands)
+        islands = self.partition.take(state.islands.params, *place)
+        return island_gradients(self.partition.take(self._outer(state), *place), islands)
 
-    def reduce(self, gradients: Params) -> Params:
-        """Returns `Delta`, axes `{...}`, f32. The one exchange between islands."""
-        return mean_over_islands(gradients, self.mesh, self.mapping)
+    def keep(self, state: DiLoCoState, place: Place) -> DiLoCoState:
+        """Captures one fragment into the state, from where later steps exchange it (V >= 1)."""
+        return dataclasses.replace(state, captured={**(state.captured or {}), place.part: self.capture(state, place)})
 
-    def merge(self, state: DiLoCoState, index: IntScalar | None) -> DiLoCoState:
-        """Lets every island take up Theta of one fragment."""
-        return self._merge(state, index, self.partition.take(self._outer(state), index))
+    def reduce(self, state: DiLoCoState, place: Place, gradients: Params, piece: IntScalar = 0) -> Exchanged:
+        """Returns `Delta`, axes `{...}`, f32, as far as it has crossed. The one exchange between islands."""
+        # A key of its own for each exchange, the same again after a resume.
+        key = jax.random.fold_in(jax.random.fold_in(state.training_key, state.step), self.partition.number(place))
+        residual = None if state.residual is None else self.partition.take(state.residual, *place)
+        so_far = None if state.crossed is None else state.crossed[place.part]
+        return self.exchange.mean(gradients, key, piece, so_far, residual)
 
-    def keep(self, state: DiLoCoState, index: IntScalar | None) -> DiLoCoState:
-        """Captures one fragment into the state, for an outer step in a later program (V >= 1)."""
-        part = _part(index)
-        return dataclasses.replace(state, captured={**(state.captured or {}), part: self.capture(state, index)})
+    def reduce_kept(self, state: DiLoCoState, place: Place, piece: IntScalar) -> Exchanged:
+        """Reduces one piece of the fragment that `keep` captured."""
+        return self.reduce(state, place, self._kept(state, place), piece)
 
-    def outer_step(
-        self, state: DiLoCoState, index: IntScalar | None, gradients: Params, gradient: Params
-    ) -> tuple[DiLoCoState, SyncReport]:
-        """Steps one fragment of Theta by `gradient`, the mean of `gradients`."""
-        state, _, report = self._outer_step(state, index, gradients, gradient)
+    def arrive(
+        self, state: DiLoCoState, place: Place, exchanged: Exchanged, last: bool
+    ) -> tuple[DiLoCoState, SyncReport | None]:
+        """Takes in what `reduce_kept` returned; with the last piece the fragment takes its outer step."""
+        state = self._remember(state, place, exchanged.residual)
+        if not last:
+            return dataclasses.replace(state, crossed={**(state.crossed or {}), place.part: exchanged.mean}), None
+        state, _, report = self._outer_step(state, place, self._kept(state, place), exchanged.mean)
         return state, report
 
-    def reduce_kept(self, state: DiLoCoState, index: IntScalar | None) -> tuple[DiLoCoState, SyncReport]:
-        """Reduces the fragment that `keep` captured and steps Theta."""
-        assert state.captured is not None  # V >= 1
-        gradients = state.captured[_part(index)]
-        return self.outer_step(state, index, gradients, self.reduce(gradients))
+    def cross(
+        self, state: DiLoCoState, place: Place, piece: IntScalar, last: bool
+    ) -> tuple[DiLoCoState, SyncReport | None]:
+        """`reduce_kept` and `arrive` at once, apart from an inner step."""
+        return self.arrive(state, place, self.reduce_kept(state, place, piece), last)
 
-    def whole(self, state: DiLoCoState, index: IntScalar | None) -> tuple[DiLoCoState, SyncReport]:
+    def merge(self, state: DiLoCoState, place: Place) -> DiLoCoState:
+        """Lets every island take up Theta of one fragment."""
+        return self._merge(state, place, self.partition.take(self._outer(state), *place))
+
+    def whole(self, state: DiLoCoState, place: Place) -> tuple[DiLoCoState, SyncReport]:
         """A sync without overlap: capture, reduce, outer step and merge of one fragment at once."""
-        gradients = self.capture(state, index)
-        state, after, report = self._outer_step(state, index, gradients, self.reduce(gradients))
-        return self._merge(state, index, after), report
+        gradients = self.capture(state, place)
+        exchanged = self.reduce(state, place, gradients)
+        state = self._remember(state, place, exchanged.residual)
+        state, after, report = self._outer_step(state, place, gradients, exchanged.mean)
+        return self._merge(state, place, after), report
 
-    def settle(self, state: DiLoCoState, index: IntScalar | None) -> DiLoCoState:
-        """Notes that no capture up to this step has an event left; `index` is not used."""
-        del index
+    def settle(self, state: DiLoCoState) -> DiLoCoState:
+        """Notes that no capture up to this step has an event left."""
         return dataclasses.replace(state, settled=jnp.copy(state.step).astype(jnp.int32))
 
     def _outer_step(
-        self, state: DiLoCoState, index: IntScalar | None, gradients: Params, gradient: Params
+        self, state: DiLoCoState, place: Place, gradients: Params, gradient: Params
     ) -> tuple[DiLoCoState, Params, SyncReport]:
         """Also returns the new Theta of the fragment: read back from the state, it would cost a copy of the stack."""
         outer = self._outer(state)
-        part = _part(index)
-        before = self.partition.take(outer, index)
-        moments = state.opt_state[part]
-        mine = moments if index is None else take_fragment(moments, index)
-        after, mine = outer_step(self.optimizer, mine, before, gradient)
-        model = eqx.combine(self.partition.put(outer, index, after), state.model)
-        opt_state = {**state.opt_state, part: mine if index is None else put_fragment(moments, index, mine)}
-        counts = state.outer_steps.at[0 if index is None else index + 1].add(1)
+        before = self.partition.take(outer, *place)
+        moments = state.opt_state[place.part]
+        after, mine = outer_step(self.optimizer, take_fragment(moments, place.index), before, gradient)
+        model = eqx.combine(self.partition.put(outer, *place, after), state.model)
+        opt_state = {**state.opt_state, place.part: put_fragment(moments, place.index, mine)}
+        counts = state.outer_steps.at[self.partition.number(place)].add(1)
         Island = jax.tree.leaves(gradients, is_leaf=is_named_array)[0].resolve_axis(ISLAND)
         moved = jax.tree.map(lambda new, old: new - old, after, before, is_leaf=is_named_array)
         report = SyncReport(norm(gradients, Island), norm(gradient), norm(moved))
         return dataclasses.replace(state, model=model, opt_state=opt_state, outer_steps=counts), after, report
 
-    def _merge(self, state: DiLoCoState, index: IntScalar | None, outer: Params) -> DiLoCoState:
+    def _merge(self, state: DiLoCoState, place: Place, outer: Params) -> DiLoCoState:
         params = state.islands.params
-        merged = merge(outer, self.partition.take(params, index), self.mixing_alpha)
-        islands = dataclasses.replace(state.islands, params=self.partition.put(params, index, merged))
+        merged = merge(outer, self.partition.take(params, *place), self.mixing_alpha)
+        islands = dataclasses.replace(state.islands, params=self.partition.put(params, *place, merged))
         return dataclasses.replace(state, islands=islands)
+
+    def _remember(self, state: DiLoCoState, place: Place, residual: Params | None) -> DiLoCoState:
+        if residual is None:
+            return state
+        return dataclasses.replace(state, residual=self.partition.put(state.residual, *place, residual))
+
+    @staticmethod
+    def _kept(state: DiLoCoState, place: Place) -> Params:
+        assert state.captured is not None  # V >= 1
+        return state.captured[place.part]
 
     @staticmethod
     def _outer(state: DiLoCoState) -> Params:
         return trainables_only(state.model, state.is_trainable)
-
-
-def _part(index: IntScalar | None) -> str:
-    """The part of `captured` and `opt_state` that holds a fragment."""
-    return REST if index is None else LAYERS

@@ -19,7 +19,7 @@ from levanter.trainer_state import trainables_only
 from levanter.utils.types import ComputeLossFunction
 
 from .checkpoint import StateLoader, holds_islands, save_without_barriers
-from .fragments import Partition
+from .exchange import Exchange
 from .metrics import (
     IslandRecord,
     StepRecord,
@@ -29,12 +29,14 @@ from .metrics import (
     local_values,
     owned_islands,
 )
-from .programs import Kind, Programs
+from .partition import build_partition
+from .programs import Programs
 from .state import DiLoCoState
 from .summary import Traffic, announce, farewell
 from .sync import Sync
 from .tracker import Board, IslandTracker
 from .trainer_config import DiLoCoTrainerConfig
+from .wire import wire_format
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +62,14 @@ class DiLoCoTrainer(Trainer):
         super().__init__(config, optimizer, loss_fn, add_default_hooks=add_default_hooks)
         diloco = config.diloco
         self.schedule = diloco.schedule
-        self.partition = Partition(diloco.num_fragments, diloco.layer_order)
+        self.partition = build_partition(diloco, config.island_sharding)
         # A fragment syncs once a period, begun ones included, and once more in the final sync.
         outer_steps = -(-config.num_train_steps // self.schedule.effective_period) + diloco.final_sync
         outer_optimizer = diloco.outer.build(outer_steps)
-        self.loader = StateLoader(config, optimizer, outer_optimizer)
-        self._sync = Sync(
-            self.partition, outer_optimizer, diloco.mixing_alpha, self.device_mesh, self.parameter_axis_mapping
-        )
+        self.loader = StateLoader(config, self.partition, optimizer, outer_optimizer)
+        wire = wire_format(diloco.wire, diloco.wire_block, diloco.wire_rounding == "stochastic")
+        exchange = Exchange(self.device_mesh, self.parameter_axis_mapping, wire, self.schedule.num_pieces)
+        self._sync = Sync(self.partition, outer_optimizer, diloco.mixing_alpha, exchange)
         with levanter.tracker.current_tracker(self.tracker):  # else it would start trackers of its own
             self._island_trainer = Trainer(config.island_config, optimizer, loss_fn, add_default_hooks=False)
         self._island_trainer.hooks = self.hooks
@@ -107,7 +109,7 @@ class DiLoCoTrainer(Trainer):
         else:
             host = super().initial_state(training_key, model, model_init, is_trainable=is_trainable)
             state = self.loader.spread(host)
-        self.traffic = Traffic.of(state, self.partition)
+        self.traffic = Traffic.of(state, self._sync)
         levanter.tracker.log_summary(announce(self.config, state, self.partition, self.traffic))
         return state
 
@@ -143,12 +145,12 @@ class DiLoCoTrainer(Trainer):
         """Inner step t of every island, and what the schedule has for it."""
         programs, schedule = self._programs_for(state), self.schedule
         step, since = int(state.step) + 1, int(state.settled)
-        fragment = schedule.reduced(step, since)
-        state, inner, report = programs.step(state, (batch, batch_kwargs), reduce=fragment, hooks=hooks)
+        crossing = schedule.crossing(step, since)
+        state, inner, report = programs.step(state, (batch, batch_kwargs), crossing=crossing, hooks=hooks)
         losses = local_values(inner.loss)
         record = StepRecord({k: IslandRecord(loss) for k, loss in losses.items() if k in self._owned}, {}, 0)
-        if fragment is not None and report is not None:
-            record.add_sync(fragment, report, self.traffic.of_sync(fragment))
+        if crossing is not None and report is not None:
+            record.add_sync(crossing.fragment, report, self.traffic.of_sync(crossing.fragment))
         if schedule.overlap_steps > 0:
             if (merging := schedule.merged(step, since)) is not None:
                 state, _ = programs.apply("merge", state, merging)
@@ -171,21 +173,19 @@ class DiLoCoTrainer(Trainer):
 
     def _settle(self, state: DiLoCoState, record: StepRecord) -> DiLoCoState:
         """The final sync: merges what is in flight, then syncs each fragment that still has unsynced progress."""
+        programs, schedule = self._programs_for(state), self.schedule
         step, since = int(state.step), int(state.settled)
-
-        def run(kind: Kind, state: DiLoCoState, fragment: int) -> DiLoCoState:
-            state, report = self._programs_for(state).apply(kind, state, fragment)
+        for crossing in schedule.to_cross(step, since):
+            state, report = programs.cross(state, crossing)
+            if report is not None:
+                record.add_sync(crossing.fragment, report, self.traffic.of_sync(crossing.fragment))
+        for _, fragment in schedule.unmerged(step, since):
+            state, _ = programs.apply("merge", state, fragment)
+        for fragment in schedule.unsynced(step, self.config.diloco.mixing_alpha, since):
+            state, report = programs.apply("whole", state, fragment)
             if report is not None:
                 record.add_sync(fragment, report, self.traffic.of_sync(fragment))
-            return state
-
-        for capture, fragment in self.schedule.unmerged(step, since):
-            if capture == step:  # its outer step would have come in step + 1
-                state = run("reduce_kept", state, fragment)
-            state = run("merge", state, fragment)
-        for fragment in self.schedule.unsynced(step, self.config.diloco.mixing_alpha, since):
-            state = run("whole", state, fragment)
-        return run("settle", state, 0)
+        return programs.settle(state)
 
     def _maybe_save_jaxpr(self, name: str, fn: Any, *args: Any, **kwargs: Any) -> Any:  # Any: as the host's
         """Writes the host's artifacts, `<name>.jaxpr.txt.gz` and `<name>.hlo.txt`, for the inner step program."""

@@ -1,6 +1,7 @@
 """Levanter's trainer options with the block `diloco`, checked against the devices before anything is built."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -63,6 +64,15 @@ class DiLoCoTrainerConfig(TrainerConfig):
         """The mesh axes over which one island's batch is split."""
         axes = super().compute_axis_mapping[self._batch]
         return tuple(name for name in ([axes] if isinstance(axes, str) else axes) if name != ISLAND)
+
+    @property
+    def island_sharding(self) -> dict[str, int]:
+        """Over how many devices of an island each named axis of a parameter is split, where it is."""
+        sizes = {}
+        for logical, axes in self.parameter_axis_mapping.items():
+            names = [name for name in ([axes] if isinstance(axes, str) else axes) if name != ISLAND]
+            sizes[logical] = math.prod(self.device_mesh.shape[name] for name in names)
+        return {logical: size for logical, size in sizes.items() if size > 1}
 
     @cached_property
     def island_config(self) -> "IslandTrainerConfig":

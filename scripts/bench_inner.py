@@ -30,6 +30,7 @@ from levanter.trainer import Trainer
 from levanter.utils.mesh import MeshConfig
 
 from levanter_diloco.config import DiLoCoConfig
+from levanter_diloco.schedule import Crossing
 from levanter_diloco.state import DiLoCoState
 from levanter_diloco.trainer import DiLoCoTrainer
 from levanter_diloco.trainer_config import DiLoCoTrainerConfig
@@ -96,8 +97,8 @@ def compile_seconds(arm: Arm) -> float:
     programs = arm.trainer._programs_for(arm.state)
     start = time.perf_counter()
     with arm.trainer:
-        for fragment in (None, 0, 1):
-            programs.trace_step(arm.state, ((arm.batch,), {}), reduce=fragment).lower().compile()
+        for crossing in (None, Crossing(0, 0, last=True), Crossing(1, 0, last=True)):
+            programs.trace_step(arm.state, ((arm.batch,), {}), crossing=crossing).lower().compile()
     return time.perf_counter() - start
 
 

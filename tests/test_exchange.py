@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 
-from levanter_diloco.exchange import mean_over_islands
+from levanter_diloco.exchange import Exchange
 from levanter_diloco.outer import outer_gradient
+from levanter_diloco.wire import F32, WireFormat, wire_format, wire_names
 
 Embed, Mlp, Row = Axis("embed", 8), Axis("mlp", 6), Axis("row", 3)
 MAPPING = {"diloco": "diloco", "embed": "data", "mlp": "model"}
@@ -43,6 +44,9 @@ MESHES = {
 }
 
 
+F32_WIRE = F32(2)
+
+
 def mesh_of(name: str) -> Mesh:
     shape = MESHES[name]
     return Mesh(np.array(jax.devices()).reshape(tuple(shape.values())), tuple(shape))
@@ -62,8 +66,9 @@ def gradients_on(mesh: Mesh, leaves: dict[str, tuple[Axis, ...]], islands_per_sl
     return {**{name: leaf(axes) for name, axes in leaves.items()}, "frozen": None}
 
 
-def compiled(mesh: Mesh, gradients: Any) -> jax.stages.Compiled:
-    return jax.jit(lambda tree: mean_over_islands(tree, mesh, MAPPING)).lower(gradients).compile()
+def compiled(mesh: Mesh, gradients: Any, wire: WireFormat = F32_WIRE) -> jax.stages.Compiled:
+    exchange = Exchange(mesh, MAPPING, wire)
+    return jax.jit(lambda tree: exchange.mean(tree, jax.random.key(0)).mean).lower(gradients).compile()
 
 
 def exact_mean(x: NamedArray) -> np.ndarray:
@@ -185,7 +190,7 @@ def test_mean_by_hand():
     # Islands 1 and 2 on each element but the last, where they are 5 and -1.
     mesh = mesh_of("2 islands x 4 data")
     gradients = {"embed": hax.named(jnp.array([[1.0] * 7 + [5.0], [2.0] * 7 + [-1.0]]), (Axis("diloco", 2), Embed))}
-    mean = mean_over_islands(gradients, mesh, MAPPING)["embed"]
+    mean = Exchange(mesh, MAPPING, F32(2)).mean(gradients, jax.random.key(0)).mean["embed"]
     assert mean.axes == (Embed,)
     assert mean.array.tolist() == [1.5] * 7 + [2.0]
 
@@ -288,3 +293,137 @@ def test_every_element_is_averaged_for_leaves_of_any_shape(
     per_island = mesh.size // mesh.shape["diloco"]
     sent = per_island * sum(c.sent for c in between_islands(program.as_text(), mesh))
     assert 0 <= sent - fragment_bytes(gradients) <= padding_bytes(mesh, gradients)
+
+
+LOSSY = [name for name in wire_names() if name != "f32"]
+
+BOUND = {"bf16": 2.0**-8, "int8": 0.5 / 127, "int4": 0.5 / 7, "e3m0": 0.34}
+"""Largest error of one element, of the largest magnitude in its block."""
+
+
+@pytest.mark.parametrize("wire", LOSSY)
+@pytest.mark.parametrize("name", ["2 islands x 2 data x 2 model", "8 islands of 1 device", "1 island x 8 data"])
+def test_wire_is_the_mean_within_its_error_and_the_same_everywhere(name: str, wire: str):
+    mesh = mesh_of(name)
+    gradients = gradients_on(mesh, LEAVES, islands_per_slot=2)
+    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradients))
+    for leaf, mean in compiled(mesh, gradients, wire_format(wire, 4, False))(gradients).items():
+        if mean is None:
+            continue
+        bound = BOUND[wire] * largest + 1e-6
+        np.testing.assert_allclose(mean.array, exact_mean(gradients[leaf]), atol=bound, rtol=0, err_msg=leaf)
+        seen: dict[str, bytes] = {}
+        for shard in mean.array.addressable_shards:
+            bits = np.asarray(shard.data).tobytes()
+            assert seen.setdefault(str(shard.index), bits) == bits, f"{leaf} differs on {shard.device}"
+
+
+@pytest.mark.parametrize(("wire", "kind"), [("e3m0", "all-gather"), ("int8", "all-to-all")])
+def test_bytes_on_the_wire_are_the_payload(wire: str, kind: str):
+    # 8 islands: 4 bits are gathered; 8 bits are scattered, and the f32 means of the shares gathered.
+    mesh = mesh_of("8 islands of 1 device")
+    gradients = gradients_on(mesh, LEAVES)
+    exchange = Exchange(mesh, MAPPING, wire_format(wire, 8, False))
+    crossing = between_islands(compiled(mesh, gradients, exchange.wire).as_text(), mesh)
+    assert kind in {collective.kind for collective in crossing}
+    sent = sum(one.sent // (8 if one.kind == "all-gather" else 1) for one in crossing)
+    assert sent == exchange.payload_bytes(gradients)
+    if wire == "e3m0":
+        # Leaves of 24, 6, 48, 12, 35, 1 and 1 elements in 3, 1, 6, 2, 5, 1 and 1 blocks: 4 bytes and a scale.
+        assert sent == 19 * 8
+
+
+def test_payload_by_hand():
+    # A leaf on 4 devices in shards of 6 elements: a block of 8 on each, 4 bytes of codes and 4 of scale, twice.
+    mesh = mesh_of("2 islands x 4 data")
+    gradients = gradients_on(mesh, {"sharded": (Row, Embed)})
+    assert Exchange(mesh, MAPPING, wire_format("int4", 8, False)).payload_bytes(gradients) == 4 * 8
+    assert Exchange(mesh, MAPPING, wire_format("int4", 8, False), num_pieces=2).payload_bytes(gradients) == 2 * 4 * 8
+    assert Exchange(mesh, MAPPING, F32(2)).payload_bytes(gradients) == 4 * 24
+
+
+@pytest.mark.parametrize("wire", ["int8", "e3m0"])
+def test_scattering_changes_no_bit(wire: str, monkeypatch: pytest.MonkeyPatch):
+    mesh = mesh_of("8 islands of 1 device")
+    gradients = gradients_on(mesh, LEAVES)
+    results = []
+    for scatters in (True, False):
+        monkeypatch.setattr(Exchange, "_scatters", lambda self, slots, on_slot, scatters=scatters: scatters)
+        results.append(compiled(mesh, gradients, wire_format(wire, 4, True))(gradients))
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-7)
+
+
+def test_islands_that_share_a_device_get_what_they_would_get_apart():
+    apart = mesh_of("8 islands of 1 device")
+    shared = Mesh(np.array(jax.devices()[:4]).reshape(4, 1, 1), ("diloco", "data", "model"))
+    means = []
+    for mesh, per_slot in ((apart, 1), (shared, 2)):
+        gradients = gradients_on(mesh, LEAVES, per_slot)
+        means.append(compiled(mesh, gradients, wire_format("int4", 4, False))(gradients))
+    for a, b in zip(*map(jax.tree.leaves, means), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("num_pieces", [2, 3, 5])
+@pytest.mark.parametrize("name", ["2 islands x 2 data x 2 model", "8 islands of 1 device"])
+def test_pieces_are_the_whole_bit_for_bit(name: str, num_pieces: int):
+    mesh = mesh_of(name)
+    gradients = gradients_on(mesh, LEAVES)
+    whole = compiled(mesh, gradients)(gradients)
+    exchange = Exchange(mesh, MAPPING, F32(2), num_pieces)
+    cross = jax.jit(lambda so_far, piece: exchange.mean(gradients, jax.random.key(0), piece, so_far).mean)
+    so_far = jax.tree.map(jnp.zeros_like, whole)
+    untouched = sum(np.sum(x == 0) for x in jax.tree.leaves(so_far))
+    for piece in range(num_pieces):
+        so_far = cross(so_far, piece)
+        left = sum(np.sum(x == 0) for x in jax.tree.leaves(so_far))
+        assert left < untouched
+        untouched = left
+    assert cross._cache_size() <= 2  # the first buffer is placed anew, the piece is traced
+    for a, b in zip(jax.tree.leaves(so_far), jax.tree.leaves(whole), strict=True):
+        assert np.array_equal(a, b)
+    sent = sum(c.sent for c in between_islands(cross.lower(so_far, 0).compile().as_text(), mesh))
+    per_island = mesh.size // mesh.shape["diloco"]
+    padding = per_island * len(LEAVES) * 4
+    assert per_island * sent <= fragment_bytes(gradients) / num_pieces + padding
+
+
+@pytest.mark.parametrize("num_pieces", [1, 3])
+def test_error_feedback_loses_nothing_in_the_long_run(num_pieces: int):
+    # The same gradient again and again: what has been sent in all is off by one error, not by one each time.
+    mesh = mesh_of("2 islands x 2 data x 2 model")
+    gradients = gradients_on(mesh, LEAVES)
+    exchange = Exchange(mesh, MAPPING, wire_format("int4", 4, False), num_pieces)
+    residual = jax.tree.map(jnp.zeros_like, gradients)
+    zeros = jax.tree.map(jnp.zeros_like, outer_gradient(gradients))
+    total = jax.tree.map(jnp.zeros_like, zeros)
+    cross = jax.jit(lambda *args: exchange.mean(gradients, jax.random.key(0), *args))
+    rounds = 8
+    for _ in range(rounds):
+        so_far = zeros
+        for piece in range(num_pieces):
+            so_far, residual = cross(piece, so_far, residual)
+        total = jax.tree.map(jnp.add, total, so_far)
+    # Leaves that are replicated alike share blocks, so the largest element of all counts.
+    bound = 2 * BOUND["int4"] * max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradients)) + 1e-5
+    for leaf in LEAVES:
+        expected = rounds * exact_mean(gradients[leaf])
+        np.testing.assert_allclose(total[leaf].array, expected, atol=bound, rtol=0, err_msg=leaf)
+        lost = np.asarray(residual[leaf].array, np.float64).mean(0)
+        np.testing.assert_allclose(total[leaf].array + lost, expected, atol=1e-5, rtol=0, err_msg=leaf)
+
+
+@pytest.mark.parametrize("wire", LOSSY)
+def test_an_island_that_is_not_finite_surfaces(wire: str):
+    mesh = mesh_of("2 islands x 4 data")
+    gradients = gradients_on(mesh, {"replicated": LEAVES["replicated"]})
+    bad = gradients["replicated"].array.at[1, 3].set(jnp.nan)
+    means = compiled(mesh, gradients, wire_format(wire, 4, False))(
+        {
+            "replicated": NamedArray(jax.device_put(bad, gradients["replicated"].array.sharding), ("diloco", "head")),
+            "frozen": None,
+        }
+    )
+    assert np.isnan(means["replicated"].array[3])
+    assert np.isfinite(means["replicated"].array[8:]).all()

@@ -22,6 +22,7 @@ from toy import Toy, trainer_config
 
 from levanter_diloco.config import DiLoCoConfig
 from levanter_diloco.mesh import IslandLayout, island_mesh, resolve_islands, state_shardings
+from levanter_diloco.partition import build_partition
 from levanter_diloco.state import DiLoCoState
 
 
@@ -305,7 +306,7 @@ def test_sharding_of_the_state_follows_its_axes(tmp_path: Path):
     config = trainer_config(tmp_path, diloco, mesh=mesh)
     model = Toy.of(np.zeros(3), np.zeros((2, 4)))
     host = TrainerState.init(optax.adam(0.1), model, key=jax.random.PRNGKey(0), is_trainable=True)
-    state = DiLoCoState.of(host, config.diloco, 2, optax.sgd(0.7, momentum=0.9))
+    state = DiLoCoState.of(host, config.diloco, build_partition(config.diloco, {}), 2, optax.sgd(0.7, momentum=0.9))
     state = eqx.filter(state, eqx.is_array)
     shardings = state_shardings(state, config.device_mesh, config.parameter_axis_mapping)
     paths = [path for path, _ in tree_leaves_with_path(state, is_leaf=is_named_array)]
@@ -316,7 +317,7 @@ def test_sharding_of_the_state_follows_its_axes(tmp_path: Path):
         f".model.{layers}": outer,
         ".model.embed": PartitionSpec(None),
         f".opt_state['layers'][0].trace.{layers}": PartitionSpec(None, "data", None),  # fragment, entry, row
-        ".opt_state['rest'][0].trace.embed": PartitionSpec(None),
+        ".opt_state['rest'][0].trace.embed": PartitionSpec(None, None),
         f".islands.params.{layers}": PartitionSpec("diloco", *outer),
         f".islands.opt_state[0].mu.{layers}": PartitionSpec("diloco", *outer),
         ".islands.opt_state[0].count": own,

@@ -18,6 +18,7 @@ from toy import Toy
 
 from levanter_diloco.config import NesterovConfig
 from levanter_diloco.fragments import Params, Partition
+from levanter_diloco.layer_partition import LayerPartition
 from levanter_diloco.outer import ISLAND, island_gradients, merge, norm, outer_gradient, outer_step
 from levanter_diloco.schedule import Schedule
 
@@ -176,7 +177,7 @@ class Loop:
         self.outer, self.islands = outer, copies(outer, num_islands)
         self.partition, self.schedule, self.alpha, self.optimizer = partition, schedule, alpha, optimizer
         fragments = range(partition.num_fragments)
-        self.moments = [optimizer.init(partition.take(outer, f - 1 if f else None)) for f in fragments]
+        self.moments = [optimizer.init(partition.take(outer, *partition.locate(f))) for f in fragments]
         self.captured: dict[int, Params] = {}
 
     def sync(self, step: int) -> None:
@@ -184,38 +185,39 @@ class Loop:
         # With V = 0 one fragment is captured, reduced and merged in this step; else they are different ones.
         if self.schedule.overlap_steps == 0:
             self._capture(self.schedule.captured(step))
-        self._reduce(self.schedule.reduced(step))
+        crossing = self.schedule.crossing(step)
+        self._reduce(crossing.fragment if crossing and crossing.last else None)
         self._merge(self.schedule.merged(step))
         if self.schedule.overlap_steps > 0:
             self._capture(self.schedule.captured(step))
 
     def _capture(self, fragment: int | None) -> None:
         if fragment is not None:
-            index = fragment - 1 if fragment else None
-            outer, islands = self.partition.take(self.outer, index), self.partition.take(self.islands, index)
+            place = self.partition.locate(fragment)
+            outer, islands = self.partition.take(self.outer, *place), self.partition.take(self.islands, *place)
             self.captured[fragment] = island_gradients(outer, islands)
 
     def _reduce(self, fragment: int | None) -> None:
         if fragment is not None:
-            index = fragment - 1 if fragment else None
-            outer, gradient = self.partition.take(self.outer, index), outer_gradient(self.captured.pop(fragment))
+            place = self.partition.locate(fragment)
+            outer, gradient = self.partition.take(self.outer, *place), outer_gradient(self.captured.pop(fragment))
             after, self.moments[fragment] = outer_step(self.optimizer, self.moments[fragment], outer, gradient)
-            self.outer = self.partition.put(self.outer, index, after)
+            self.outer = self.partition.put(self.outer, *place, after)
 
     def _merge(self, fragment: int | None) -> None:
         if fragment is not None:
-            index = fragment - 1 if fragment else None
+            place = self.partition.locate(fragment)
             merged = merge(
-                self.partition.take(self.outer, index), self.partition.take(self.islands, index), self.alpha
+                self.partition.take(self.outer, *place), self.partition.take(self.islands, *place), self.alpha
             )
-            self.islands = self.partition.put(self.islands, index, merged)
+            self.islands = self.partition.put(self.islands, *place, merged)
 
     @property
     def momentum(self) -> Params:
         found = jax.tree.map(jnp.zeros_like, self.outer)
         for fragment, state in enumerate(self.moments):
-            index = fragment - 1 if fragment else None
-            found = self.partition.put(found, index, optax.tree.get(state, "trace"))
+            place = self.partition.locate(fragment)
+            found = self.partition.put(found, *place, optax.tree.get(state, "trace"))
         return found
 
 
@@ -238,7 +240,7 @@ def test_loop_follows_the_reference_trajectory(case: dict[str, Any]):
     loop = Loop(
         Toy.of(**CASES["init"]),
         case["islands"],
-        Partition(case["num_fragments"], order),
+        LayerPartition(case["num_fragments"], order),
         Schedule(case["sync_period"], case["num_fragments"], overlap),
         case["mixing_alpha"],
         outer_optimizer,
@@ -302,7 +304,7 @@ def test_linear_regression_follows_the_oracle_through_its_second_sync():
     def loss(params: tuple, x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.mean((x @ params[0] + params[1] - y) ** 2)
 
-    loop = Loop(start, 2, Partition(1, "interleaved"), Schedule(3, 1, 0), 0.0, NesterovConfig(1.0).build(2))
+    loop = Loop(start, 2, LayerPartition(1, "interleaved"), Schedule(3, 1, 0), 0.0, NesterovConfig(1.0).build(2))
     losses, found = [], []
     for step in range(1, 7):
         leaves, treedef = jax.tree.flatten(loop.islands)
@@ -327,7 +329,9 @@ def test_one_island_with_outer_sgd_is_lookahead(inner: optax.GradientTransformat
     params = optax.LookaheadParams.init_synced(start)
     state = lookahead.init(params)
 
-    loop = Loop(hax.named(start, Embed), 1, Partition(1, "interleaved"), Schedule(period, 1, 0), 0.0, optax.sgd(rate))
+    loop = Loop(
+        hax.named(start, Embed), 1, LayerPartition(1, "interleaved"), Schedule(period, 1, 0), 0.0, optax.sgd(rate)
+    )
     inner_state = inner.init(start)
     for step in range(1, 11):
         updates, state = lookahead.update(params.fast - target, state, params)

@@ -14,12 +14,9 @@ import yaml
 from levanter_diloco import cli
 from levanter_diloco.config import DiLoCoConfig
 from levanter_diloco.forecast import (
-    F32,
-    HIDDEN_STEPS,
     WIRES,
     Setting,
     forecast,
-    methods,
     outer_learning_rate,
     recommended_num_fragments,
     valid_num_fragments,
@@ -28,6 +25,7 @@ from levanter_diloco.model_size import MODELS, BadInput, ModelSize, size_of
 from levanter_diloco.plan import DEFAULTS, EXAMPLES, parse_rate
 from levanter_diloco.schedule import Schedule
 from levanter_diloco.simulate import Piece, Workload, during_backward, required_rate, utilization
+from levanter_diloco.wire import wire_format, wire_names
 
 TEN_BILLION = ["plan", "--params", "10e9", "--layers", "48", "--step_seconds", "0.8"]
 
@@ -337,20 +335,10 @@ def test_defaults_are_those_of_the_config():
     assert {option: getattr(DiLoCoConfig(), option) for option in DEFAULTS} == DEFAULTS
 
 
-def test_only_what_the_package_does_is_available():
-    available = {(method.name.strip(), method.wire) for method in methods(setting()) if method.available}
-    expected = {
-        ("data parallel", "32 bit"),
-        ("DiLoCo H=100", "f32"),
-        ("streaming P=17", "f32"),
-        ("+ overlap V=1", "f32"),
-    }
-    assert available == expected
-    assert [wire.name for wire in WIRES if wire.available] == [F32.name]
-    longer = methods(setting(schedule=Schedule(100, 17, HIDDEN_STEPS + 1)))
-    assert not any(method.available for method in longer if "overlap" in method.name)
-    # Until the outer step may come later than one step after its capture.
-    assert Schedule(100, 17, 4).reduced(6 + 1) == Schedule(100, 17, 4).captured(6)
+def test_wires_are_those_of_the_package():
+    block = DiLoCoConfig().wire_block
+    bits = {name: 8 * wire_format(name, block, False).block_bytes / block for name in wire_names()}
+    assert {wire.name: wire.bits for wire in WIRES} == bits
 
 
 def test_figures_by_hand():
@@ -398,14 +386,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 def test_plan_of_a_parameter_count(capsys: pytest.CaptureFixture[str]):
     said = output(capsys, *TEN_BILLION, "--rate", "10gbit")
-    for part in ("valid P: 1 2 3 4 5 7 9 13 17 25 49", "recommended", "[Streaming]", "Assumed", "e3m0", "(planned)"):
+    for part in ("valid P: 1 2 3 4 5 7 9 13 17 25 49", "recommended", "[Streaming]", "Assumed", "e3m0"):
         assert part in said
     assert "Islands: 2" in said and "--rest_params" in said
-
-
-def test_overlap_that_is_not_hidden_yet_says_so(capsys: pytest.CaptureFixture[str]):
-    assert "V=3 is planned" in output(capsys, *TEN_BILLION, "--overlap_steps", "3")
-    assert "V=1 is planned" not in output(capsys, *TEN_BILLION, "--overlap_steps", "1")
 
 
 def test_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]):

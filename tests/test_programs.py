@@ -19,7 +19,8 @@ from levanter.utils.mesh import MeshConfig
 from stock import llama, text_batch, text_loss
 from toy import Block, Toy, entered, toy_batch, toy_loss, trainer_config
 
-from levanter_diloco.programs import Kind, Programs
+from levanter_diloco.programs import Programs
+from levanter_diloco.schedule import Crossing
 
 
 def toy() -> Toy:
@@ -45,7 +46,8 @@ def built(
 
 
 def text_of(programs: Programs, state: Any, batch: Any, reduce: int | None) -> str:
-    lowered = programs.trace_step(state, batch, reduce=reduce).lower()
+    crossing = None if reduce is None else Crossing(reduce, 0, last=True)
+    lowered = programs.trace_step(state, batch, crossing=crossing).lower()
     # The machine code is not looked at, so it may be made quickly.
     return lowered.compile(compiler_options={"xla_backend_optimization_level": 0}).as_text()
 
@@ -178,7 +180,7 @@ def test_run_compiles_three_step_programs_once(num_fragments: int, overlap: int,
         assert min(info.state.outer_steps.tolist()) >= 2
         assert Programs._step_program.cache_info().misses == before + 3
         programs = trainer._programs
-        made = [programs._step_program(part, False) for part in (None, "rest", "layers")]
+        made = [programs._step_program(part, True, False) for part in (None, "rest", "layers")]
         assert [program._cache_size() for program in made] == [1, 1, 1]
         for kind in ("keep", "merge") if overlap else ("whole",):
             for part in ("rest", "layers"):
@@ -200,14 +202,14 @@ def test_second_step_does_not_compile(tmp_path: Path) -> None:
             for _ in range(3):
                 state = trainer.train_step(state, rows()).state
             programs = trainer._programs
-            assert programs._step_program(None, False)._cache_size() == 1
+            assert programs._step_program(None, True, False)._cache_size() == 1
         finally:
             jax.monitoring.clear_event_listeners()
     assert compiles == []
 
 
-@pytest.mark.parametrize(("overlap", "kind"), [(0, "whole"), (1, "reduce_kept"), (1, "merge"), (1, "keep")])
-def test_layer_fragment_is_updated_in_place(overlap: int, kind: Kind, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("overlap", "kind"), [(0, "whole"), (1, "cross"), (1, "merge"), (1, "keep")])
+def test_layer_fragment_is_updated_in_place(overlap: int, kind: str, tmp_path: Path) -> None:
     # Reading a slice after it is overwritten would make XLA copy the whole stack: a fragment is 1 of its 32 layers.
     Deep = Axis("layer", 32)
     weight = hax.ones((Deep, Axis("entry", 64), Axis("embed", 64)))
@@ -219,6 +221,10 @@ def test_layer_fragment_is_updated_in_place(overlap: int, kind: Kind, tmp_path: 
 
     block = {"sync_period": 33, "num_fragments": 33, "overlap_steps": overlap}
     with built(tmp_path, block, {"data": 4}, model, rows(), loss) as (programs, state, _):
-        lowered = programs._sync_program(kind, "layers").lower(programs._leaves(state), np.int32(0))
+        zero, leaves = jnp.int32(0), programs._leaves(state)
+        if kind == "cross":
+            lowered = programs._cross_program("layers", True).lower(leaves, zero, zero)
+        else:
+            lowered = programs._sync_program(kind, "layers").lower(leaves, zero)
         temporary = lowered.compile().memory_analysis().temp_size_in_bytes
     assert temporary < weight.array.nbytes / 4 / 4  # a device holds a quarter of the stack

@@ -30,6 +30,14 @@ CASES = {
         {**STREAMING, "overlap_steps": 1},
         AdamConfig(learning_rate=1e-2, warmup=4).build(STEPS),
     ),
+    "streaming_V5_three_in_flight": ({**STREAMING, "overlap_steps": 5, "mixing_alpha": 0.5}, SGD),
+    "balanced_V2_int4_feedback": (
+        {
+            **{"sync_period": 8, "num_fragments": 2, "partition": "balanced", "overlap_steps": 2, "mixing_alpha": 0.5},
+            **{"wire": "int4", "wire_block": 2, "wire_rounding": "stochastic", "error_feedback": True},
+        },
+        SGD,
+    ),
 }
 
 
@@ -121,12 +129,15 @@ def test_resume_with_other_options(tmp_path: Path) -> None:
         r"trainer\.diloco\.num_fragments \(5\)": {"num_fragments": 5},
         r"trainer\.diloco\.layer_order": {"layer_order": "sequential"},
         r"trainer\.diloco\.overlap_steps \(1\)": {"overlap_steps": 1},
+        r"trainer\.diloco\.partition": {"partition": "balanced"},
+        r"trainer\.diloco\.error_feedback": {"wire": "int4", "error_feedback": True},
     }
     for text, change in refused.items():
         with pytest.raises(ValueError, match=text + r".* must be that of the checkpoint .*step-2"):
             resumed(change)
     assert int(resumed({}).step) == 3
     assert int(resumed({"sync_period": 9}).step) == 3  # nothing is in flight, so only later syncs move
+    assert int(resumed({"wire": "int4"}).step) == 3
 
 
 def test_other_period_with_a_fragment_in_flight_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from levanter_diloco.schedule import Schedule
+from levanter_diloco.schedule import Crossing, Schedule
 
 
 def captures(schedule: Schedule, steps: range, since: int = 0) -> list[tuple[int, int]]:
@@ -12,7 +12,7 @@ def captures(schedule: Schedule, steps: range, since: int = 0) -> list[tuple[int
 
 
 def reduces(schedule: Schedule, steps: range, since: int = 0) -> list[tuple[int, int]]:
-    return [(t, f) for t in steps if (f := schedule.reduced(t, since)) is not None]
+    return [(t, c.fragment) for t in steps if (c := schedule.crossing(t, since)) is not None and c.last]
 
 
 def merges(schedule: Schedule, steps: range, since: int = 0) -> list[tuple[int, int]]:
@@ -59,12 +59,58 @@ def test_spacing_rounds_and_the_effective_period_follows(period: int, fragments:
     assert (schedule.steps_per_sync, schedule.effective_period) == (spacing, effective)
 
 
-def test_overlap_reduces_one_step_after_capture_and_merges_v_steps_after():
-    # H = 12, P = 4, V = 2: captures at 3 6 9 12.
+def test_overlap_crosses_in_v_steps_and_merges_after_them():
+    # H = 12, P = 4, V = 2: captures at 3 6 9 12, each crosses in two pieces.
     schedule = Schedule(12, 4, 2)
     assert captures(schedule, range(13)) == [(3, 1), (6, 2), (9, 3), (12, 0)]
-    assert reduces(schedule, range(15)) == [(4, 1), (7, 2), (10, 3), (13, 0)]
-    assert merges(schedule, range(15)) == [(5, 1), (8, 2), (11, 3), (14, 0)]
+    assert [schedule.crossing(t) for t in range(3, 7)] == [
+        None,
+        Crossing(1, 0, last=False),
+        Crossing(1, 1, last=True),
+        None,
+    ]
+    assert reduces(schedule, range(15)) == merges(schedule, range(15)) == [(5, 1), (8, 2), (11, 3), (14, 0)]
+
+
+def test_overlap_of_one_step_crosses_in_one_piece():
+    schedule = Schedule(12, 4, 1)
+    assert [schedule.crossing(t) for t in range(3, 6)] == [None, Crossing(1, 0, last=True), None]
+
+
+def test_overlap_longer_than_the_spacing_keeps_the_link_evenly_busy():
+    # H = 8, P = 4, V = 5: captures every 2 steps, so two pieces, one in each step; up to three merges are pending.
+    schedule = Schedule(8, 4, 5)
+    crossings = [schedule.crossing(t) for t in range(3, 9)]
+    assert crossings == [Crossing(f, piece, last=piece == 1) for f in (1, 2, 3) for piece in (0, 1)]
+    assert merges(schedule, range(10)) == [(7, 1), (9, 2)]
+
+
+def test_what_is_left_to_cross():
+    # H = 12, P = 2, V = 4: fragment 1 is captured after step 6 and crosses in steps 7 to 10.
+    schedule = Schedule(12, 2, 4)
+    assert schedule.to_cross(6) == [Crossing(1, piece, last=piece == 3) for piece in range(4)]
+    assert schedule.to_cross(9) == [Crossing(1, 3, last=True)]
+    assert schedule.to_cross(10) == schedule.to_cross(5) == schedule.to_cross(9, since=6) == []
+    assert Schedule(12, 2, 0).to_cross(6) == []
+
+
+@given(schedules())
+def test_every_capture_crosses_whole_before_it_merges(schedule: Schedule):
+    steps = range(1, 3 * schedule.effective_period + 1)
+    crossed: dict[int, list[int]] = {}
+    for t in steps:
+        if schedule.overlap_steps == 0 and (fragment := schedule.captured(t)) is not None:
+            crossed[fragment] = []
+        if (crossing := schedule.crossing(t)) is not None:
+            pieces = crossed[crossing.fragment]
+            pieces.append(crossing.piece)
+            assert crossing.last == (len(pieces) == schedule.num_pieces)
+        if (merged := schedule.merged(t)) is not None:
+            assert crossed.pop(merged) == list(range(schedule.num_pieces))
+        if schedule.overlap_steps > 0 and (fragment := schedule.captured(t)) is not None:
+            crossed[fragment] = []
+        left = [c.piece for c in schedule.to_cross(t)]
+        assert left == [n for pieces in crossed.values() for n in range(len(pieces), schedule.num_pieces)]
 
 
 def test_overlap_longer_than_the_spacing_merges_in_order_of_capture():
@@ -79,14 +125,14 @@ def test_nothing_happens_before_the_first_capture():
     schedule = Schedule(sync_period=9, num_fragments=3, overlap_steps=8)
     assert merges(schedule, range(11)) == []
     assert merges(schedule, range(13)) == [(11, 1)]
-    assert reduces(schedule, range(4)) == [] and reduces(schedule, range(5)) == [(4, 1)]
+    assert reduces(schedule, range(6)) == [] and reduces(schedule, range(7)) == [(6, 1)]
 
 
 def test_settled_captures_have_no_events_left():
     # Captures at 3 (f1), 6 (f2), 9 (f0); a final sync at step 6 settles the first two.
     schedule = Schedule(9, 3, 2)
     assert captures(schedule, range(10), since=6) == [(9, 0)]
-    assert reduces(schedule, range(11), since=6) == [(10, 0)]
+    assert reduces(schedule, range(12), since=6) == [(11, 0)]
     assert merges(schedule, range(12), since=6) == [(11, 0)]
     assert list(schedule.unmerged(7, since=6)) == []
 
@@ -154,7 +200,7 @@ def test_every_fragment_is_captured_once_per_effective_period(schedule: Schedule
 def test_reduce_and_merge_follow_each_capture(schedule: Schedule):
     end = 2 * schedule.effective_period
     events = captures(schedule, range(end + 1))
-    lag = min(schedule.overlap_steps, 1)
+    lag = min(schedule.overlap_steps, schedule.steps_per_sync)
     assert reduces(schedule, range(end + lag + 1)) == [(t + lag, f) for t, f in events]
     assert merges(schedule, range(end + schedule.overlap_steps + 1)) == [
         (t + schedule.overlap_steps, f) for t, f in events

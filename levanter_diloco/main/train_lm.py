@@ -11,8 +11,8 @@ from levanter.trainer_state import trainables_only
 
 from ..binding import islands_in
 from ..cli import leave, run
-from ..fragments import Partition
 from ..link import shaped
+from ..partition import build_partition
 from ..trainer_config import DiLoCoTrainerConfig
 
 
@@ -49,8 +49,7 @@ def check_model(config: TrainDiLoCoLmConfig) -> None:
         return config.adapter.apply(model, key=key)
 
     model = eqx.filter_eval_shape(build)
-    diloco = config.trainer.diloco
-    partition = Partition(diloco.num_fragments, diloco.layer_order)
+    partition = build_partition(config.trainer.diloco, sharding={})
     partition.check(trainables_only(model, config.adapter.trainable_filter(model)))
 
 
