@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .state import DiLoCoState as DiLoCoState
     from .trainer import DiLoCoTrainer as DiLoCoTrainer
     from .trainer_config import DiLoCoTrainerConfig as DiLoCoTrainerConfig
+    from .wire import WireFormat as WireFormat
+    from .wire import register_wire as register_wire
 
 __version__ = "0.1.0"
 
@@ -36,6 +38,7 @@ _HOMES = {
     "state": ("DiLoCoState",),
     "trainer": ("DiLoCoTrainer",),
     "trainer_config": ("DiLoCoTrainerConfig",),
+    "wire": ("WireFormat", "register_wire"),
 }
 
 

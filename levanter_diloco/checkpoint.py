@@ -91,7 +91,7 @@ class StateLoader:
         return dataclasses.replace(adopted, settled=jnp.zeros((), jnp.int32))
 
     def _check_resumable(self, path: str) -> None:
-        facts = schedule_facts(self.config.diloco, self.config.layout.num_islands)
+        facts = schedule_facts(self.config.diloco, self.partition, self.config.layout.num_islands)
         template = {name: ShapeDtypeStruct((), jnp.int32) for name in facts}
         arrays: Mapping[str, Any] = load_checkpoint(template, path, subpath="schedule")  # Any: arrays for structs
         stored = {name: int(value) for name, value in arrays.items()}
@@ -103,6 +103,7 @@ class StateLoader:
                     "islands": "ici_islands x dcn_islands x islands_per_slot",
                     "sequential_layers": "layer_order (1: sequential)",
                     "balanced": "partition (1: balanced)",
+                    "island_sharding": "partition (balanced: checksum of how an island shards parameters)",
                 }
                 raise OptionError(
                     f"{PATH}.{options.get(name, name)} ({value}) must be that of the checkpoint {path}; "

@@ -42,6 +42,11 @@ class Partition(abc.ABC):
     def parts(self) -> dict[str, int]:
         """How many fragments each part has; the parts in the order of their fragments' numbers."""
 
+    @property
+    def sharding_checksum(self) -> int:
+        """Tells apart the cuts of different meshes inside an island; 0 where the mesh does not matter."""
+        return 0
+
     def locate(self, fragment: int) -> Place:
         """Returns the part that holds a fragment, and the fragment's index there."""
         for part, count in self.parts.items():

@@ -103,7 +103,8 @@ class DiLoCoState(TrainerState):
             outer_steps=jnp.zeros(diloco.num_fragments, jnp.int32),
             settled=jnp.copy(host.step).astype(jnp.int32),
             schedule={
-                name: jnp.asarray(value, jnp.int32) for name, value in schedule_facts(diloco, num_islands).items()
+                name: jnp.asarray(value, jnp.int32)
+                for name, value in schedule_facts(diloco, partition, num_islands).items()
             },
         )
 
@@ -132,13 +133,14 @@ def island_state(
     )
 
 
-def schedule_facts(diloco: DiLoCoConfig, num_islands: int) -> dict[str, int]:
+def schedule_facts(diloco: DiLoCoConfig, partition: Partition, num_islands: int) -> dict[str, int]:
     """The options that shape the state or its events, as stored in a checkpoint."""
     return {
         "islands": num_islands,
         "num_fragments": diloco.num_fragments,
         "sequential_layers": int(diloco.layer_order == "sequential"),
         "balanced": int(diloco.partition == "balanced"),
+        "island_sharding": partition.sharding_checksum,
         "overlap_steps": diloco.overlap_steps,
         "error_feedback": int(diloco.error_feedback),
         "sync_period": diloco.sync_period,

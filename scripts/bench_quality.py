@@ -2,6 +2,7 @@
 
     .venv/bin/python scripts/bench_quality.py islands --output .quickstart/quality   # data parallel, K = 1, 2, 4
     .venv/bin/python scripts/bench_quality.py islands --output .quickstart/quality --plot losses.png
+    .venv/bin/python scripts/bench_quality.py wires --output .quickstart/quality     # the wire formats
 
 Each run is `levanter-diloco train_lm` on configs/one_device.yaml with other options, in a process of its own, on one
 CPU device. A seed sets the initial model and the order of the data, alike in every arm. Finished runs are kept in the
@@ -44,6 +45,13 @@ def islands(count: int, period: int, outer_lr: float, expected: float | None = N
     return Arm(f"K={count}, H={period}", options, expected)
 
 
+def wire(name: str) -> Arm:
+    """Two islands with the settings of arXiv:2501.18512 besides the wire: streaming, overlap of a step, alpha 0.5."""
+    outer = {"type": "nesterov", "learning_rate": 0.6}
+    overlap = {"overlap_steps": 1, "mixing_alpha": 0.5}
+    return Arm(name, {"islands_per_slot": 2, "num_fragments": 3, **overlap, "outer": outer, "wire": name})
+
+
 GROUPS = {
     "islands": [
         Arm("data parallel", {"enabled": False}),
@@ -54,6 +62,7 @@ GROUPS = {
         islands(4, 30, 0.8, 3.554 / 3.485),
         islands(4, 100, 0.8),
     ],
+    "wires": [wire(name) for name in ("f32", "bf16", "int8", "int4", "e3m0")],
 }
 """The first arm of each group is the one that the others are compared with."""
 

@@ -166,10 +166,17 @@ def deep_loss(model: Toy, batch: dict, *, key: Any = None) -> Any:
     return hax.mean(embed + hax.sum(hax.square(model.layers.stacked.weight - batch["layers"]), ("entry", Deep)))
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize(
+    ("partition", "overlap", "num_programs"),
+    [("layers", 0, 3), ("layers", 1, 3), ("layers", 2, 5), ("balanced", 0, 2), ("balanced", 2, 3)],
+)
 @pytest.mark.parametrize("num_fragments", [2, 9])
-def test_run_compiles_three_step_programs_once(num_fragments: int, overlap: int, tmp_path: Path) -> None:
+def test_number_of_step_programs_does_not_grow_with_the_fragments(
+    num_fragments: int, partition: str, overlap: int, num_programs: int, tmp_path: Path
+) -> None:
+    # The inner step, and one with an exchange for each part; where fragments cross in pieces another for the last.
     block = {"sync_period": 2 * num_fragments, "num_fragments": num_fragments, "overlap_steps": overlap}
+    block["partition"] = partition
     mesh = MeshConfig(axes={"data": 1, "model": 4})
     steps = 4 * num_fragments + 1
     config = trainer_config(tmp_path, {"ici_islands": 2, **block}, mesh=mesh, num_train_steps=steps)
@@ -178,12 +185,13 @@ def test_run_compiles_three_step_programs_once(num_fragments: int, overlap: int,
         before = Programs._step_program.cache_info().misses
         info = trainer.train(state, [deep_rows()] * steps)
         assert min(info.state.outer_steps.tolist()) >= 2
-        assert Programs._step_program.cache_info().misses == before + 3
-        programs = trainer._programs
-        made = [programs._step_program(part, True, False) for part in (None, "rest", "layers")]
-        assert [program._cache_size() for program in made] == [1, 1, 1]
+        assert Programs._step_program.cache_info().misses == before + num_programs
+        programs, parts = trainer._programs, trainer.partition.parts
+        lasts = (False, True) if overlap > 1 else (True,)
+        keys = [(None, True), *((part, last) for part in parts for last in lasts)]
+        assert [programs._step_program(*key, False)._cache_size() for key in keys] == [1] * num_programs
         for kind in ("keep", "merge") if overlap else ("whole",):
-            for part in ("rest", "layers"):
+            for part in parts:
                 assert programs._sync_program(kind, part)._cache_size() == 1
 
 
