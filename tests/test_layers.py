@@ -26,6 +26,7 @@ LAYERS = {
         "forecast",
         "plan_report",
         "plan",
+        "namespaces",
     ],
     1: ["fragments", "outer"],
     2: ["mesh", "exchange", "state", "inner", "sync", "programs", "embedding"],
