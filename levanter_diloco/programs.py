@@ -5,8 +5,9 @@ reduce of the rest. Which one runs is host arithmetic, so no program holds a bra
 """
 
 import dataclasses
-from functools import cache
-from typing import Literal
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Literal, NamedTuple
 
 import equinox as eqx
 import haliax as hax
@@ -30,6 +31,16 @@ Kind = Literal["keep", "merge", "reduce_kept", "whole", "settle"]
 """A method of `Sync`."""
 
 
+class StepProgram(NamedTuple):
+    """A program that a step of the run may consist of."""
+
+    name: str
+    part: Part | None
+    """What it syncs: it runs once a period for each fragment of that part, or in the steps without a sync."""
+
+    trace: Callable[[], jax.stages.Traced]
+
+
 class Programs:
     """The compiled functions of one run. Each donates the state it is given."""
 
@@ -44,7 +55,7 @@ class Programs:
         self._trainer = trainer
         self._sync = sync
         self._islands_per_slot = islands_per_slot
-        arrays, self._static = eqx.partition(state, eqx.is_array)
+        arrays, self._static = eqx.partition(state, _is_array)
         self._treedef = jax.tree.structure(arrays)
         self._state_shardings = state_shardings(arrays, sync.mesh, sync.mapping)
         everywhere, own = (NamedSharding(sync.mesh, PartitionSpec(*spec)) for spec in ((), (ISLAND,)))
@@ -58,7 +69,7 @@ class Programs:
     ) -> tuple[DiLoCoState, InnerReport, SyncReport | None]:
         """One inner step, with the outer step of fragment `reduce` if one is due."""
         part, index = _part_of(reduce)
-        arrays, static = hashable_partition(batch, eqx.is_array)
+        arrays, static = hashable_partition(batch, _is_array)
         leaves, inner, sync = self._step_program(part, hooks)(self._leaves(state), arrays, index, static)
         return self._state(leaves), inner, sync
 
@@ -67,8 +78,23 @@ class Programs:
     ) -> jax.stages.Traced:
         """Traces a step program without running it: for its jaxpr and its HLO."""
         part, index = _part_of(reduce)
-        arrays, static = hashable_partition(batch, eqx.is_array)
+        arrays, static = hashable_partition(batch, _is_array)
         return self._step_program(part, hooks).trace(self._leaves(state), arrays, index, static)
+
+    def trace(self, kind: Kind, state: DiLoCoState, fragment: int) -> jax.stages.Traced:
+        """Traces one verb of the sync, as `apply` runs it."""
+        part, index = _part_of(fragment)
+        return self._sync_program(kind, part).trace(self._leaves(state), index)
+
+    def all_steps(self, state: DiLoCoState, batch: PyTree) -> Iterator[StepProgram]:
+        """Yields every program that steps of the run consist of, without jit hooks and the final sync."""
+        yield StepProgram("inner", None, partial(self.trace_step, state, batch))
+        parts: list[Part] = [REST] if self._sync.partition.Fragment is None else [REST, LAYERS]
+        for fragment, part in enumerate(parts):
+            yield StepProgram(f"inner + reduce {part}", part, partial(self.trace_step, state, batch, reduce=fragment))
+            kinds: list[Kind] = [] if state.captured is None else ["merge", "keep"]
+            for kind in kinds:
+                yield StepProgram(f"{kind} {part}", part, partial(self.trace, kind, state, fragment))
 
     def apply(self, kind: Kind, state: DiLoCoState, fragment: int) -> tuple[DiLoCoState, SyncReport | None]:
         """Runs one verb of the sync on `fragment`, apart from an inner step."""
@@ -77,7 +103,7 @@ class Programs:
         return self._state(leaves), report
 
     def _leaves(self, state: DiLoCoState) -> list[jax.Array]:
-        return jax.tree.leaves(eqx.filter(state, eqx.is_array))
+        return jax.tree.leaves(eqx.filter(state, _is_array))
 
     def _state(self, leaves: list[jax.Array]) -> DiLoCoState:
         return eqx.combine(self._treedef.unflatten(leaves), self._static)
@@ -128,3 +154,8 @@ def _part_of(fragment: int | None) -> tuple[Part | None, np.int32]:
     if not fragment:
         return (None if fragment is None else REST), np.int32(0)
     return LAYERS, np.int32(fragment - 1)
+
+
+def _is_array(x: object) -> bool:
+    """Whether `x` is an array, or the shape of one: programs are traced from shapes too."""
+    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)

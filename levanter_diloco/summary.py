@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import equinox as eqx
 import jax
 from haliax.util import is_named_array
 from humanfriendly import format_size
@@ -36,11 +37,11 @@ class Traffic:
 
     @classmethod
     def of(cls, state: DiLoCoState, partition: Partition) -> "Traffic":
-        rest, layers = partition.split(trainables_only(state.model, state.is_trainable))
+        rest, layers = eqx.filter_eval_shape(partition.split, trainables_only(state.model, state.is_trainable))
         layer_fragments = partition.num_fragments - 1
         by_layer = [_size(layers) * F32_BYTES // layer_fragments] * layer_fragments if layer_fragments else []
-        num_islands = int(state.schedule["islands"])
-        gradient = sum(x.nbytes for x in jax.tree.leaves(state.islands.params)) // num_islands
+        num_islands = state.islands.key.shape[0]
+        gradient = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.islands.params)) // num_islands
         return cls((_size(rest) * F32_BYTES, *by_layer), gradient, num_islands == 1)
 
     def sent(self, outer_steps: Int[Array, " P"]) -> int:

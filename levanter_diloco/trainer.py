@@ -141,7 +141,7 @@ class DiLoCoTrainer(Trainer):
 
     def _step(self, state: DiLoCoState, batch: tuple, batch_kwargs: dict, *, hooks: bool) -> TrainStepResult:
         """Inner step t of every island, and what the schedule has for it."""
-        programs, schedule = self._programs_for(state), self.schedule
+        programs, schedule = self.programs_for(state), self.schedule
         step, since = int(state.step) + 1, int(state.settled)
         fragment = schedule.reduced(step, since)
         state, inner, report = programs.step(state, (batch, batch_kwargs), reduce=fragment, hooks=hooks)
@@ -163,7 +163,7 @@ class DiLoCoTrainer(Trainer):
         loss_metrics = {name: local_mean(values) for name, values in inner.loss_metrics.items()}
         return TrainStepResult(local_mean(inner.loss), state, loss_metrics, infos)
 
-    def _programs_for(self, state: DiLoCoState) -> Programs:
+    def programs_for(self, state: DiLoCoState) -> Programs:
         """The run's programs, made from the first state that is trained: the host may still change one before."""
         if self._programs is None:
             self._programs = Programs(self._island_trainer, self._sync, self.config.diloco.islands_per_slot, state)
@@ -174,7 +174,7 @@ class DiLoCoTrainer(Trainer):
         step, since = int(state.step), int(state.settled)
 
         def run(kind: Kind, state: DiLoCoState, fragment: int) -> DiLoCoState:
-            state, report = self._programs_for(state).apply(kind, state, fragment)
+            state, report = self.programs_for(state).apply(kind, state, fragment)
             if report is not None:
                 record.add_sync(fragment, report, self.traffic.of_sync(fragment))
             return state
@@ -193,7 +193,7 @@ class DiLoCoTrainer(Trainer):
         if name not in self._logged_jaxprs and (config.log_jaxprs or config.log_xla_hlo):
             state, batch, batch_kwargs = args
             hooks = fn.keywords["hooks"]
-            traced = self._programs_for(state).trace_step(state, (batch, batch_kwargs), hooks=hooks)
+            traced = self.programs_for(state).trace_step(state, (batch, batch_kwargs), hooks=hooks)
             if config.log_jaxprs:
                 text = traced.jaxpr.pretty_print(name_stack=True, use_color=False)
                 self.write_artifact(f"{name}.jaxpr.txt.gz", text, type="jaxpr")

@@ -1,0 +1,129 @@
+"""Compiles all programs of a run and reports on them: as figures, and in words."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import jax
+from humanfriendly import format_size, format_table
+
+from .aot import Abroad
+from .audit import Audit
+from .programs import Part, StepProgram
+from .schedule import Schedule
+from .state import LAYERS, REST
+
+GIB = 2**30
+
+NOTES = (
+    "Sent: what the devices of an island hand to exchanges with other islands, padding included; analytic: the payload",
+    "that metrics count. Overlapped: the exchange starts before the first loop over layers and is awaited after the",
+    "last. FLOPs meanwhile: the least share of the step's matrix products scheduled between an exchange's start and end.",
+)
+
+
+def report_of(run: Abroad, topology: str, num_slices: int, hbm_gib: float | None) -> dict[str, Any]:  # Any: JSON
+    """Compiles every program of `run`, and returns all figures.
+
+    Args:
+        run: The run, within its context.
+        topology: The name of a slice, for the report.
+        num_slices: Slices, for the report.
+        hbm_gib: Memory of a device that programs may use; None where it is not known.
+    """
+    config, schedule = run.trainer.config, run.trainer.schedule
+    island_size = config.device_mesh.size // config.layout.num_slots
+    runs = _runs_per_period(schedule)
+    programs = [
+        _program(program, runs[program.part], run.traffic.of_sync(0 if program.part == REST else 1), island_size)
+        for program in run.programs
+        # Without overlap a run that syncs in every step never runs the inner step alone.
+        if program.part is not None or runs[None] or schedule.overlap_steps
+    ]
+    return {
+        "topology": topology,
+        "num_slices": num_slices,
+        "devices": config.device_mesh.size,
+        "islands": config.layout.num_islands,
+        "hbm_bytes": hbm_gib and int(hbm_gib * GIB),
+        "sync_period": schedule.effective_period,
+        "num_fragments": schedule.num_fragments,
+        "overlap_steps": schedule.overlap_steps,
+        "programs": programs,
+        "sent_bytes_per_period": sum(one["runs_per_period"] * (one["sent_bytes"] or 0) for one in programs),
+        "analytic_bytes_per_period": sum(run.traffic.of_sync(f) for f in range(schedule.num_fragments)),
+    }
+
+
+def _runs_per_period(schedule: Schedule) -> Counter[Part | None]:
+    layers = schedule.num_fragments - 1
+    return Counter({None: schedule.effective_period - schedule.num_fragments, REST: 1, LAYERS: layers})
+
+
+def _program(program: StepProgram, runs: int, sync_bytes: int, island_size: int) -> dict[str, Any]:  # Any: JSON
+    started = time.perf_counter()
+    lowered = program.trace().lower()
+    traced = time.perf_counter()
+    audit, error = None, None
+    try:
+        audit = Audit.of(lowered.compile(), island_size)
+    except jax.errors.JaxRuntimeError as refusal:
+        if "RESOURCE_EXHAUSTED" not in str(refusal):
+            raise
+        error = str(refusal).splitlines()[0]
+    memory = audit and {**asdict(audit.memory), "total": audit.memory.total}
+    return {
+        "name": program.name,
+        "runs_per_period": runs,
+        "trace_seconds": traced - started,
+        "compile_seconds": time.perf_counter() - traced,
+        "memory_bytes": memory,
+        "flops": audit and audit.flops,
+        "sent_bytes": audit and audit.sent,
+        "analytic_bytes": sync_bytes if "reduce" in program.name else 0,
+        "exchanges": [asdict(exchange) for exchange in audit.exchanges] if audit else [],
+        "error": error,
+    }
+
+
+def lines(report: Mapping[str, Any]) -> Iterator[str]:  # Any: JSON
+    """The report in words."""
+    yield (
+        f"{report['num_slices']} x {report['topology']}: {report['islands']} island(s) on {report['devices']} devices; "
+        f"each fragment every {report['sync_period']} steps, P={report['num_fragments']}, V={report['overlap_steps']}"
+    )
+    yield format_table([_row(program, report["hbm_bytes"]) for program in report["programs"]], column_names=COLUMNS)
+    for program in report["programs"]:
+        if program["error"]:
+            yield f"{program['name']}: {program['error']}"
+    sent, analytic = report["sent_bytes_per_period"], report["analytic_bytes_per_period"]
+    yield f"an island sends {_size(sent)} a period (analytic {_size(analytic)})"
+    yield from NOTES
+
+
+COLUMNS = ["program", "a period", "compile", "arguments", "temporaries", "outputs", "code", "of HBM"]
+COLUMNS += ["sent", "analytic", "exchanges", "overlapped", "FLOPs meanwhile"]
+
+
+def _row(program: Mapping[str, Any], hbm: int | None) -> list[str]:  # Any: JSON
+    memory, exchanges = program["memory_bytes"], program["exchanges"]
+    row = [program["name"], f"{program['runs_per_period']} x", f"{program['compile_seconds']:.1f} s"]
+    if memory is None:
+        return [*row, *["-"] * (len(COLUMNS) - len(row))]
+    row += [_size(memory[name]) for name in ("arguments", "temporaries", "outputs", "code")]
+    row += [f"{memory['total'] / hbm:.0%}" if hbm else "-", _size(program["sent_bytes"])]
+    row += [_size(program["analytic_bytes"]), ", ".join(f"{n} {kind}" for kind, n in _kinds(exchanges)) or "-"]
+    if not exchanges or exchanges[0]["overlapped"] is None:
+        return [*row, "-", "-"]
+    hidden = sum(bool(one["overlapped"]) for one in exchanges)
+    return [*row, f"{hidden} of {len(exchanges)}", f"{min(one['flops_meanwhile'] for one in exchanges):.0%}"]
+
+
+def _kinds(exchanges: list[Mapping[str, Any]]) -> list[tuple[str, int]]:  # Any: JSON
+    return sorted(Counter(one["kind"] for one in exchanges).items())
+
+
+def _size(count: int) -> str:
+    return format_size(count, binary=True)
