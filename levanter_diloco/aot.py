@@ -35,6 +35,7 @@ from .trainer_config import DiLoCoTrainerConfig
 
 LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",  # else it asks Google Cloud's metadata server for minutes
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no process keeps a TPU from another here
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5p-8",
     "TPU_MIN_LOG_LEVEL": "3",
@@ -98,6 +99,7 @@ def run_on(devices: Sequence[jax.Device], config: TrainLmConfig, vocab_size: int
             return model.compute_next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight)
 
         with levanter.tracker.current_tracker(NoopTracker()):
+            # pyrefly: ignore[bad-argument-type]  the host's own call of its Trainer does not fit that protocol either
             trainer = DiLoCoTrainer(options, optimizer, loss, add_default_hooks=False)
         # The mesh without its devices: JAX computes constants while it traces, on the devices of a concrete mesh.
         mesh = trainer.device_mesh.abstract_mesh
@@ -134,7 +136,7 @@ def _batch(config: TrainLmConfig, trainer: DiLoCoTrainer) -> LmExample:
 
     def placed(x: NamedArray) -> NamedArray:
         where = NamedSharding(options.device_mesh, pspec_for_axis(x.axis_names, trainer.compute_axis_mapping))
-        return NamedArray(ShapeDtypeStruct(x.array.shape, x.array.dtype, sharding=where), x.axis_names)
+        return jax.tree.map(lambda array: ShapeDtypeStruct(array.shape, array.dtype, sharding=where), x)
 
     examples = eqx.filter_eval_shape(lambda: hax.vmap(example, Batch)(hax.zeros((Batch, Pos), dtype=jnp.int32)))
     return jax.tree.map(placed, examples, is_leaf=is_named_array)

@@ -45,7 +45,7 @@ class Exchange:
     """Bytes that the devices of one island hand over, padding included."""
 
     overlapped: bool | None = None
-    """Whether it starts before the first loop over layers and is awaited after the last. `None`: no schedule to tell."""
+    """Whether it starts before the first loop over layers and is awaited after the last; `None`: not known."""
 
     flops_meanwhile: float | None = None
     """Share of the program's matrix products that is scheduled between its start and its end."""
@@ -67,7 +67,7 @@ class Audit:
         program = Program.of(compiled.as_text() or "")
         flops = Flops(program).of_entry
         inside = [
-            Exchange(one.kind, one.name, one.nbytes * island_size)
+            Exchange(one.kind, one.name, one.sent * island_size)
             for one in collectives(program)
             if one.crosses(island_size)
         ]

@@ -113,7 +113,9 @@ class StateLoader:
 
     def _fresh(self, is_trainable: PyTree, model_init: Callable[[], PyTree], key: PRNGKeyArray) -> DiLoCoState:
         model = model_init()
-        return self._of(TrainerState.init(self.optimizer, model, key=key, is_trainable=is_trainable, mp=self.config.mp))
+        return self._of(
+            TrainerState.init(self.optimizer, model, key=key, is_trainable=is_trainable, mp=self.config.mp)
+        )
 
     def _of(self, host: TrainerState) -> DiLoCoState:
         return DiLoCoState.of(host, self.config.diloco, self.config.layout.num_islands, self.outer_optimizer)

@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(args: list[str]) -> None:
-    """Prints the audit that `args` ask for; exits with 2 and one line on bad input, with 1 if a program does not fit."""
+    """Prints the audit that `args` ask for; exits with 2 and one line on bad input, with 1 if a program is too big."""
     parser = _parser()
     flags, options = parser.parse_known_args(args)
     load_plugins()
@@ -45,7 +45,7 @@ def main(args: list[str]) -> None:
         config.trainer._initialize_jax_config()
         vocab_size = flags.vocab_size or vocab_size_of({"data": {"tokenizer": config.data.tokenizer}})
         with run_on(devices, config, vocab_size) as run:
-            report = report_of(run, flags.topology, flags.num_slices, tpu and tpu.generation.hbm_gib)
+            report = report_of(run, flags.topology, flags.num_slices, tpu.generation.hbm_gib if tpu else None)
     except (BadInput, OptionError, ModelError) as error:
         parser.error(str(error))
     print(json.dumps(report, indent=2) if flags.json else "\n".join(lines(report)))

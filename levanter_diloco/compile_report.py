@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import jax
-from humanfriendly import format_size, format_table
+from humanfriendly import format_size
 
 from .aot import Abroad
 from .audit import Audit
@@ -18,9 +18,10 @@ from .state import LAYERS, REST
 GIB = 2**30
 
 NOTES = (
-    "Sent: what the devices of an island hand to exchanges with other islands, padding included; analytic: the payload",
-    "that metrics count. Overlapped: the exchange starts before the first loop over layers and is awaited after the",
-    "last. FLOPs meanwhile: the least share of the step's matrix products scheduled between an exchange's start and end.",
+    "Sent: what the devices of an island hand to exchanges with other islands, padding included, in the program;",
+    "by count: the payload that the run's metrics report. Overlapped: the exchange starts before the first loop over",
+    "layers and is awaited after the last. FLOPs meanwhile: the least share of the step's matrix products that is",
+    "scheduled between an exchange's start and end.",
 )
 
 
@@ -90,39 +91,56 @@ def _program(program: StepProgram, runs: int, sync_bytes: int, island_size: int)
 
 def lines(report: Mapping[str, Any]) -> Iterator[str]:  # Any: JSON
     """The report in words."""
+    hbm, programs = report["hbm_bytes"], report["programs"]
     yield (
-        f"{report['num_slices']} x {report['topology']}: {report['islands']} island(s) on {report['devices']} devices; "
+        f"{report['num_slices']} x {report['topology']}: {report['islands']} island(s), {report['devices']} devices; "
         f"each fragment every {report['sync_period']} steps, P={report['num_fragments']}, V={report['overlap_steps']}"
     )
-    yield format_table([_row(program, report["hbm_bytes"]) for program in report["programs"]], column_names=COLUMNS)
-    for program in report["programs"]:
-        if program["error"]:
-            yield f"{program['name']}: {program['error']}"
+    yield ""
+    fitting = [program for program in programs if not program["error"]]
+    yield from _table(
+        [["on one device", "a period", "compile", *MEMORY, "of HBM"], *(_on_device(p, hbm) for p in fitting)]
+    )
+    yield ""
+    yield from _table(
+        [["between islands", *SENT], *(_between(program) for program in fitting if program["exchanges"])]
+    )
     sent, analytic = report["sent_bytes_per_period"], report["analytic_bytes_per_period"]
-    yield f"an island sends {_size(sent)} a period (analytic {_size(analytic)})"
+    yield f"an island sends {_size(sent)} a period, by count of parameters {_size(analytic)}"
+    for program in programs:
+        if program["error"]:
+            yield f"{program['name']} does not compile: {program['error']}"
+    yield ""
     yield from NOTES
 
 
-COLUMNS = ["program", "a period", "compile", "arguments", "temporaries", "outputs", "code", "of HBM"]
-COLUMNS += ["sent", "analytic", "exchanges", "overlapped", "FLOPs meanwhile"]
+MEMORY = ("arguments", "temporaries", "outputs", "code", "total")
+SENT = ("sent", "by count", "exchanges", "overlapped", "FLOPs meanwhile")
 
 
-def _row(program: Mapping[str, Any], hbm: int | None) -> list[str]:  # Any: JSON
-    memory, exchanges = program["memory_bytes"], program["exchanges"]
-    row = [program["name"], f"{program['runs_per_period']} x", f"{program['compile_seconds']:.1f} s"]
-    if memory is None:
-        return [*row, *["-"] * (len(COLUMNS) - len(row))]
-    row += [_size(memory[name]) for name in ("arguments", "temporaries", "outputs", "code")]
-    row += [f"{memory['total'] / hbm:.0%}" if hbm else "-", _size(program["sent_bytes"])]
-    row += [_size(program["analytic_bytes"]), ", ".join(f"{n} {kind}" for kind, n in _kinds(exchanges)) or "-"]
-    if not exchanges or exchanges[0]["overlapped"] is None:
+def _on_device(program: Mapping[str, Any], hbm: int | None) -> list[str]:  # Any: JSON
+    memory = program["memory_bytes"]
+    share = f"{memory['total'] / hbm:.1%}" if hbm else "-"
+    figures = [_size(memory[name]) for name in MEMORY]
+    return [program["name"], f"{program['runs_per_period']} x", f"{program['compile_seconds']:.1f} s", *figures, share]
+
+
+def _between(program: Mapping[str, Any]) -> list[str]:  # Any: JSON
+    exchanges = program["exchanges"]
+    kinds = sorted(Counter(one["kind"] for one in exchanges).items())
+    row = [program["name"], _size(program["sent_bytes"]), _size(program["analytic_bytes"])]
+    row.append(", ".join(f"{count} {kind}" for kind, count in kinds))
+    if exchanges[0]["overlapped"] is None:
         return [*row, "-", "-"]
-    hidden = sum(bool(one["overlapped"]) for one in exchanges)
-    return [*row, f"{hidden} of {len(exchanges)}", f"{min(one['flops_meanwhile'] for one in exchanges):.0%}"]
+    overlapped = sum(bool(one["overlapped"]) for one in exchanges)
+    return [*row, f"{overlapped} of {len(exchanges)}", f"{min(one['flops_meanwhile'] for one in exchanges):.0%}"]
 
 
-def _kinds(exchanges: list[Mapping[str, Any]]) -> list[tuple[str, int]]:  # Any: JSON
-    return sorted(Counter(one["kind"] for one in exchanges).items())
+def _table(rows: list[list[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        yield "  ".join(cells)
 
 
 def _size(count: int) -> str:

@@ -7,7 +7,20 @@ from math import prod
 
 import numpy as np
 
-BYTES = {"token": 0, "pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8}
+BYTES = {
+    "token": 0,
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "bf16": 2,
+    "f16": 2,
+    "u16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "s64": 8,
+    "u64": 8,
+}
 HALF_BYTES = ("s4", "u4")
 
 COLLECTIVES = (
@@ -68,7 +81,8 @@ class Program:
         for line in text.splitlines():
             if match := _LINE.match(line):
                 shapes = tuple(
-                    (dtype, tuple(int(n) for n in sizes.split(",") if n)) for dtype, sizes in _SHAPE.findall(match["shape"])
+                    (dtype, tuple(int(n) for n in sizes.split(",") if n))
+                    for dtype, sizes in _SHAPE.findall(match["shape"])
                 )
                 one = Instruction(match["name"], match["kind"], shapes, match["arguments"], match["rest"])
                 computations[name].append(one)
@@ -94,6 +108,11 @@ class Collective:
 
     groups: tuple[tuple[int, ...], ...]
     """Devices that talk to each other, by their place in the mesh; empty means all."""
+
+    @property
+    def sent(self) -> int:
+        """Bytes that one device hands over."""
+        return self.nbytes // len(self.groups[0]) if self.kind == "all-gather" and self.groups else self.nbytes
 
     def crosses(self, island_size: int) -> bool:
         """Whether a group holds devices of several islands, each of `island_size` devices in a row."""
@@ -151,7 +170,9 @@ def transfers(program: Program) -> list[Transfer]:
 
 def nbytes(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> int:
     """Bytes of arrays of these shapes."""
-    return sum(prod(sizes) // 2 if dtype in HALF_BYTES else BYTES.get(dtype, 1) * prod(sizes) for dtype, sizes in shapes)
+    return sum(
+        prod(sizes) // 2 if dtype in HALF_BYTES else BYTES.get(dtype, 1) * prod(sizes) for dtype, sizes in shapes
+    )
 
 
 def _attribute(one: Instruction, name: str) -> str:

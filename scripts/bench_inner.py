@@ -93,7 +93,7 @@ def compile_seconds(arm: Arm) -> float:
     """Seconds to trace and compile the three step programs."""
     assert isinstance(arm.trainer, DiLoCoTrainer) and isinstance(arm.state, DiLoCoState)
     arm.trainer._programs = None
-    programs = arm.trainer._programs_for(arm.state)
+    programs = arm.trainer.programs_for(arm.state)
     start = time.perf_counter()
     with arm.trainer:
         for fragment in (None, 0, 1):

@@ -1,0 +1,39 @@
+"""A small model's YAML, for runs whose devices are not here."""
+
+from pathlib import Path
+
+import yaml
+
+from levanter_diloco.cli import parse
+from levanter_diloco.main.train_lm import TrainDiLoCoLmConfig
+
+VOCAB_SIZE = 512
+
+MODEL = {
+    "type": "llama",
+    "max_seq_len": 128,
+    "hidden_dim": 512,  # 128 on each of 4 devices: no narrower, or a TPU pads what it sends
+    "intermediate_dim": 512,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "gradient_checkpointing": False,
+}
+
+
+def write(folder: Path, diloco: dict) -> Path:
+    trainer = {
+        "tracker": {"type": "noop"},
+        "train_batch_size": 8,
+        "num_train_steps": 12,
+        "mesh": {"axes": {"data": -1}},
+        "diloco": {"sync_period": 6, "num_fragments": 3, **diloco},
+    }
+    optimizer = {"type": "adam", "learning_rate": 1.0e-3, "warmup": 0, "lr_schedule": "constant"}
+    path = folder / "run.yaml"
+    path.write_text(yaml.dump({"model": MODEL, "optimizer": optimizer, "trainer": trainer}))
+    return path
+
+
+def config(folder: Path, diloco: dict) -> TrainDiLoCoLmConfig:
+    return parse(TrainDiLoCoLmConfig, ["--config_path", str(write(folder, diloco))])
