@@ -12,7 +12,6 @@ from humanfriendly import format_size
 from .aot import Abroad
 from .audit import Audit
 from .programs import Part, StepProgram
-from .schedule import Schedule
 from .state import LAYERS, REST
 
 GIB = 2**30
@@ -36,12 +35,9 @@ def report_of(run: Abroad, topology: str, num_slices: int, hbm_gib: float | None
     """
     config, schedule = run.trainer.config, run.trainer.schedule
     island_size = config.device_mesh.size // config.layout.num_slots
-    runs = _runs_per_period(schedule)
     programs = [
-        _program(program, runs[program.part], run.traffic.of_sync(0 if program.part == REST else 1), island_size)
-        for program in run.programs
-        # Without overlap a run that syncs in every step never runs the inner step alone.
-        if program.part is not None or runs[None] or schedule.overlap_steps
+        _program(program, runs, 0 if program.reduces is None else run.traffic.of_sync(program.reduces), island_size)
+        for program, runs in steps_of(run)
     ]
     return {
         "topology": topology,
@@ -58,12 +54,19 @@ def report_of(run: Abroad, topology: str, num_slices: int, hbm_gib: float | None
     }
 
 
-def _runs_per_period(schedule: Schedule) -> Counter[Part | None]:
+def steps_of(run: Abroad) -> Iterator[tuple[StepProgram, int]]:
+    """Yields the programs that the steps of `run` consist of, and how often each one runs in a period."""
+    schedule = run.trainer.schedule
     layers = schedule.num_fragments - 1
-    return Counter({None: schedule.effective_period - schedule.num_fragments, REST: 1, LAYERS: layers})
+    without_sync = schedule.effective_period - schedule.num_fragments
+    runs: dict[Part | None, int] = {None: without_sync, REST: 1, LAYERS: layers}
+    for program in run.programs:
+        # A run that syncs in every step takes the inner step alone only before the first overlapped sync.
+        if runs[program.part] or schedule.overlap_steps:
+            yield program, runs[program.part]
 
 
-def _program(program: StepProgram, runs: int, sync_bytes: int, island_size: int) -> dict[str, Any]:  # Any: JSON
+def _program(program: StepProgram, runs: int, analytic: int, island_size: int) -> dict[str, Any]:  # Any: JSON
     started = time.perf_counter()
     lowered = program.trace().lower()
     traced = time.perf_counter()
@@ -83,7 +86,7 @@ def _program(program: StepProgram, runs: int, sync_bytes: int, island_size: int)
         "memory_bytes": memory,
         "flops": audit and audit.flops,
         "sent_bytes": audit and audit.sent,
-        "analytic_bytes": sync_bytes if "reduce" in program.name else 0,
+        "analytic_bytes": analytic,
         "exchanges": [asdict(exchange) for exchange in audit.exchanges] if audit else [],
         "error": error,
     }

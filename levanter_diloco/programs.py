@@ -38,6 +38,9 @@ class StepProgram(NamedTuple):
     part: Part | None
     """What it syncs: it runs once a period for each fragment of that part, or in the steps without a sync."""
 
+    reduces: int | None
+    """The first of the fragments that it reduces, if any."""
+
     trace: Callable[[], jax.stages.Traced]
 
 
@@ -88,13 +91,14 @@ class Programs:
 
     def all_steps(self, state: DiLoCoState, batch: PyTree) -> Iterator[StepProgram]:
         """Yields every program that steps of the run consist of, without jit hooks and the final sync."""
-        yield StepProgram("inner", None, partial(self.trace_step, state, batch))
+        yield StepProgram("inner", None, None, partial(self.trace_step, state, batch))
         parts: list[Part] = [REST] if self._sync.partition.Fragment is None else [REST, LAYERS]
         for fragment, part in enumerate(parts):
-            yield StepProgram(f"inner + reduce {part}", part, partial(self.trace_step, state, batch, reduce=fragment))
+            step = partial(self.trace_step, state, batch, reduce=fragment)
+            yield StepProgram(f"inner + reduce {part}", part, fragment, step)
             kinds: list[Kind] = [] if state.captured is None else ["merge", "keep"]
             for kind in kinds:
-                yield StepProgram(f"{kind} {part}", part, partial(self.trace, kind, state, fragment))
+                yield StepProgram(f"{kind} {part}", part, None, partial(self.trace, kind, state, fragment))
 
     def apply(self, kind: Kind, state: DiLoCoState, fragment: int) -> tuple[DiLoCoState, SyncReport | None]:
         """Runs one verb of the sync on `fragment`, apart from an inner step."""

@@ -1,6 +1,7 @@
 """A small model's YAML, for runs whose devices are not here."""
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -21,9 +22,12 @@ MODEL = {
 }
 
 
-def write(folder: Path, diloco: dict) -> Path:
+def write(folder: Path, diloco: dict, **model: Any) -> Path:
+    """Writes the YAML of a run of 12 steps, with a period of 6 in 3 fragments."""
     trainer = {
+        "id": "abroad",
         "tracker": {"type": "noop"},
+        "checkpointer": {"base_path": str(folder / "checkpoints")},
         "train_batch_size": 8,
         "num_train_steps": 12,
         "mesh": {"axes": {"data": -1}},
@@ -31,9 +35,9 @@ def write(folder: Path, diloco: dict) -> Path:
     }
     optimizer = {"type": "adam", "learning_rate": 1.0e-3, "warmup": 0, "lr_schedule": "constant"}
     path = folder / "run.yaml"
-    path.write_text(yaml.dump({"model": MODEL, "optimizer": optimizer, "trainer": trainer}))
+    path.write_text(yaml.dump({"model": {**MODEL, **model}, "optimizer": optimizer, "trainer": trainer}))
     return path
 
 
-def config(folder: Path, diloco: dict) -> TrainDiLoCoLmConfig:
-    return parse(TrainDiLoCoLmConfig, ["--config_path", str(write(folder, diloco))])
+def config(folder: Path, diloco: dict, **model: Any) -> TrainDiLoCoLmConfig:
+    return parse(TrainDiLoCoLmConfig, ["--config_path", str(write(folder, diloco, **model))])
