@@ -56,7 +56,8 @@ def _copied_over(spec: PartitionSpec, mesh: Mesh) -> tuple[str, ...]:
 def _sum_once(shards: list[jax.Array], copies: tuple[str, ...], mesh: Mesh) -> list[jax.Array]:
     """Sums over `diloco` shards that are replicated over `copies`, each copy sending its own share."""
     if not copies:
-        return [jax.lax.psum(shard, ISLAND) for shard in shards]
+        # Flat, because a TPU pads the last axis to 128 numbers, and the padding would cross too.
+        return [jax.lax.psum(shard.ravel(), ISLAND).reshape(shard.shape) for shard in shards]
     num_copies = prod(mesh.shape[name] for name in copies)
     flat = jnp.concatenate([shard.ravel() for shard in shards])
     share = -(-flat.size // num_copies)

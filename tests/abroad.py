@@ -8,16 +8,16 @@ import yaml
 from levanter_diloco.cli import parse
 from levanter_diloco.main.train_lm import TrainDiLoCoLmConfig
 
-VOCAB_SIZE = 512
+VOCAB_SIZE = 1024
 
 MODEL = {
     "type": "llama",
     "max_seq_len": 128,
-    "hidden_dim": 512,  # 128 on each of 4 devices: no narrower, or a TPU pads what it sends
+    "hidden_dim": 256,  # 64 on each of 4 devices: a TPU would pad that axis to 128
     "intermediate_dim": 512,
     "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 4,
+    "num_heads": 2,
+    "num_kv_heads": 2,
     "gradient_checkpointing": False,
 }
 
