@@ -16,7 +16,7 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
-import yaml
+import yaml  # pyrefly: ignore[untyped-import]  it ships no types
 
 from levanter_diloco.aot import run_on, tpu_devices
 from levanter_diloco.cli import parse
@@ -72,10 +72,10 @@ def main() -> None:
     sizes = {fragments: sum(one["memory_bytes"]["code"] for one in made) for fragments, made in programs.items()}
     first = args.fragments[0]
     for fragments, median in medians.items():
-        time_ratio, size_ratio = median / medians[first], sizes[fragments] / sizes[first]
-        count, size = len(programs[fragments]), sizes[fragments] / 1e6
+        size = sizes[fragments]
+        ratios = f"{median / medians[first]:.2f}x the time, {size / sizes[first]:.2f}x the size"
         print(
-            f"  P = {fragments:<3d} {count} programs {median:7.1f} s {time_ratio:.2f}x {size:7.1f} MB {size_ratio:.2f}x"
+            f"  P = {fragments:<3d} {len(programs[fragments])} programs: {median:.1f} s, {size / 1e6:.1f} MB, {ratios}"
         )
 
 
