@@ -1,6 +1,7 @@
 """The first state of a run (fresh, resumed, or from a stock checkpoint), and when a save may ask the others."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import optax
 from haliax.tree_util import hashable_combine, hashable_partition
 from haliax.util import is_named_array
 from jax import ShapeDtypeStruct
+from jax.sharding import NamedSharding
 from jaxtyping import PRNGKeyArray, PyTree
 from levanter.checkpoint import Checkpointer, load_checkpoint, load_checkpoint_or_initialize
 from levanter.checkpoint_manifest import read_manifest
@@ -56,13 +58,7 @@ class StateLoader:
             OptionError: If its islands, fragments or events are not those of this run.
         """
         self._check_resumable(path)
-
-        def fresh(model_init: Callable[[], PyTree], key: PRNGKeyArray) -> DiLoCoState:
-            model = model_init()
-            return self._of(
-                TrainerState.init(self.optimizer, model, key=key, is_trainable=is_trainable, mp=self.config.mp)
-            )
-
+        fresh = functools.partial(self._fresh, is_trainable)
         load = load_checkpoint_or_initialize(
             fresh,
             [path],
@@ -73,6 +69,14 @@ class StateLoader:
             allow_partial=self.config.allow_partial_checkpoint,
         )
         return self._place(lambda state: state, load(model_init, key))
+
+    def shapes(self, model_init: Callable[[], PyTree], is_trainable: PyTree) -> DiLoCoState:
+        """The first state of a fresh run as shapes, each with its canonical sharding; nothing is computed."""
+        key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+        shapes, static, where = self._canonical(functools.partial(self._fresh, is_trainable), model_init, key)
+        leaves, treedef = jax.tree.flatten(shapes)
+        placed = [ShapeDtypeStruct(x.shape, x.dtype, sharding=at) for x, at in zip(leaves, where, strict=True)]
+        return eqx.combine(treedef.unflatten(placed), static)
 
     def adopt(self, state: DiLoCoState, path: str) -> DiLoCoState:
         """Loads the full state at `path`, of a DiLoCo run or a stock one, for a run that starts at step 0.
@@ -111,6 +115,12 @@ class StateLoader:
                     "anew from its outer parameters."
                 )
 
+    def _fresh(self, is_trainable: PyTree, model_init: Callable[[], PyTree], key: PRNGKeyArray) -> DiLoCoState:
+        model = model_init()
+        return self._of(
+            TrainerState.init(self.optimizer, model, key=key, is_trainable=is_trainable, mp=self.config.mp)
+        )
+
     def _of(self, host: TrainerState) -> DiLoCoState:
         config = self.config
         return DiLoCoState.of(host, config.diloco, self.partition, config.layout.num_islands, self.outer_optimizer)
@@ -118,14 +128,21 @@ class StateLoader:
     def _place(self, make: Callable[..., DiLoCoState], *args: PyTree) -> DiLoCoState:
         """Runs `make` with the canonical shardings as its result's, so that no step is ever compiled twice."""
         arrays, rest = hashable_partition(args, eqx.is_array)
-        shapes, static = eqx.partition(eqx.filter_eval_shape(make, *args), lambda x: isinstance(x, ShapeDtypeStruct))
+        shapes, static, where = self._canonical(make, *args)
 
         def leaves(arrays: PyTree) -> list[jax.Array]:
             return jax.tree.leaves(eqx.filter(make(*hashable_combine(arrays, rest)), eqx.is_array))
 
-        where = state_shardings(shapes, self.config.device_mesh, self.config.parameter_axis_mapping)
         placed = jax.jit(leaves, out_shardings=where)(arrays)
         return eqx.combine(jax.tree.structure(shapes).unflatten(placed), static)
+
+    def _canonical(
+        self, make: Callable[..., DiLoCoState], *args: PyTree
+    ) -> tuple[PyTree, PyTree, list[NamedSharding]]:
+        """What `make` returns, as shapes and the rest, and the shapes' shardings."""
+        shapes, static = eqx.partition(eqx.filter_eval_shape(make, *args), lambda x: isinstance(x, ShapeDtypeStruct))
+        where = state_shardings(shapes, self.config.device_mesh, self.config.parameter_axis_mapping)
+        return shapes, static, where
 
     def _host_state(self, state: DiLoCoState) -> TrainerState:
         """The state of a host trainer with one island's arrays: the structure of a stock checkpoint."""

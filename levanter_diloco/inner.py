@@ -14,6 +14,7 @@ from jaxtyping import Array, PyTree
 from levanter.trainer import Trainer
 from levanter.trainer_state import trainables_only
 
+from .attention import splash_inside_islands
 from .embedding import gathered_lookups
 from .outer import ISLAND
 from .state import DiLoCoState, Islands, island_state
@@ -59,7 +60,7 @@ def inner_step(
         return _each(lambda island, rows: island_step(island, model, step, rows), islands_per_slot)(islands, rows)
 
     split = PartitionSpec(ISLAND)
-    with _constants_outside_the_mesh(), gathered_lookups(trainer.config):
+    with _constants_outside_the_mesh(), gathered_lookups(trainer.config), splash_inside_islands():
         return jax.shard_map(
             slot_step,
             in_specs=(split, PartitionSpec(), PartitionSpec(), _batch_specs(batch, Batch)),

@@ -115,7 +115,7 @@ def size_of(config: Options, vocab_size: int | None) -> ModelSize:
         elif value is not None and not isinstance(value, bool) and value < 1:
             raise BadInput(f"model.{name} ({value}) must be at least 1; {MODELS[kind][name]} works.")
     if vocab_size is None:
-        vocab_size = _vocab_size(config)
+        vocab_size = vocab_size_of(config)
     hidden = options["hidden_dim"]
     tied = options["tie_word_embeddings"] and kind != "mistral"  # whose head is its own whatever the option says
     embeddings = vocab_size * hidden * (1 if tied else 2)
@@ -158,7 +158,12 @@ def _refuse_other_trainables(config: Options) -> None:
         raise BadInput(f"use_hf_model_config (true) takes the model from a checkpoint; {BY_HAND}.")
 
 
-def _vocab_size(config: Options) -> int:
+def vocab_size_of(config: Options) -> int:
+    """Entries of the tokenizer that `data.tokenizer` names.
+
+    Raises:
+        BadInput: If it is neither in a local folder nor one whose size is known.
+    """
     tokenizer = _block(config, "data").get("tokenizer")
     if tokenizer in VOCAB_SIZES:
         return VOCAB_SIZES[tokenizer]

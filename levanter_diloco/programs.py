@@ -7,8 +7,9 @@ so no program holds a branch, and their number does not grow with P.
 
 import dataclasses
 import functools
-from functools import cache
-from typing import Literal
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Literal, NamedTuple
 
 import equinox as eqx
 import haliax as hax
@@ -25,12 +26,27 @@ from .fragments import Place
 from .inner import InnerReport, inner_step
 from .mesh import state_shardings
 from .outer import ISLAND
-from .schedule import Crossing
+from .schedule import Crossing, Schedule
 from .state import DiLoCoState
 from .sync import Sync, SyncReport
 
 Kind = Literal["keep", "merge", "whole"]
 """A method of `Sync` on a fragment, beside `cross`."""
+
+KINDS_OF_OVERLAP: tuple[Kind, ...] = ("keep", "merge")
+
+
+class StepProgram(NamedTuple):
+    """A program that a step of the run may consist of."""
+
+    name: str
+    runs: int
+    """In a period."""
+
+    crossing: Crossing | None
+    """What crosses in it: a piece of the first of the fragments that it serves."""
+
+    trace: Callable[[], jax.stages.Traced]
 
 
 class Programs:
@@ -47,7 +63,7 @@ class Programs:
         self._trainer = trainer
         self._sync = sync
         self._islands_per_slot = islands_per_slot
-        arrays, self._static = eqx.partition(state, eqx.is_array)
+        arrays, self._static = eqx.partition(state, _is_array)
         self._treedef = jax.tree.structure(arrays)
         mesh, self._mapping = sync.exchange.mesh, sync.exchange.mapping
         self._state_shardings = state_shardings(arrays, mesh, self._mapping)
@@ -72,6 +88,29 @@ class Programs:
         program, *args = self._step_call(state, batch, crossing, hooks)
         return program.trace(*args)
 
+    def all_steps(self, state: DiLoCoState, batch: PyTree, schedule: Schedule) -> Iterator[StepProgram]:
+        """Yields every program that steps of the run consist of, without jit hooks and the final sync."""
+        pieces, overlaps = schedule.num_pieces, schedule.overlap_steps > 0
+        alone = schedule.effective_period - schedule.num_fragments * pieces
+        # A run that syncs in every step takes the inner step alone only before the first overlapped sync.
+        if alone or overlaps:
+            yield StepProgram("inner", alone, None, partial(self.trace_step, state, batch))
+        fragment = 0
+        for part, count in self._sync.partition.parts.items():
+            for piece in sorted({0, pieces - 1}):
+                crossing = Crossing(fragment, piece, piece == pieces - 1)
+                name = "reduce" if pieces == 1 else "last piece of" if crossing.last else "piece of"
+                step = partial(self.trace_step, state, batch, crossing=crossing)
+                yield StepProgram(
+                    f"inner + {name} {part}", count if crossing.last else count * (pieces - 1), crossing, step
+                )
+            for kind in KINDS_OF_OVERLAP if overlaps else ():
+                program = self._sync_program(kind, part)
+                yield StepProgram(
+                    f"{kind} {part}", count, None, partial(program.trace, self._leaves(state), jnp.int32(0))
+                )
+            fragment += count
+
     def apply(self, kind: Kind, state: DiLoCoState, fragment: int) -> tuple[DiLoCoState, SyncReport | None]:
         """Runs one verb of the sync on `fragment`, apart from an inner step."""
         part, index = self._place(fragment)
@@ -92,7 +131,7 @@ class Programs:
         """The step program and its arguments."""
         part, index = (None, np.int32(0)) if crossing is None else self._place(crossing.fragment)
         piece, last = (0, True) if crossing is None else crossing[1:]
-        arrays, static = hashable_partition(batch, eqx.is_array)
+        arrays, static = hashable_partition(batch, _is_array)
         return self._step_program(part, last, hooks), self._leaves(state), arrays, index, np.int32(piece), static
 
     def _place(self, fragment: int) -> Place:
@@ -100,7 +139,7 @@ class Programs:
         return Place(part, jnp.int32(index))
 
     def _leaves(self, state: DiLoCoState) -> list[jax.Array]:
-        return jax.tree.leaves(eqx.filter(state, eqx.is_array))
+        return jax.tree.leaves(eqx.filter(state, _is_array))
 
     def _state(self, leaves: list[jax.Array]) -> DiLoCoState:
         return eqx.combine(self._treedef.unflatten(leaves), self._static)
@@ -160,3 +199,8 @@ class Programs:
             return self._leaves(self._sync.settle(self._state(leaves)))
 
         return jax.jit(settle, donate_argnums=0, out_shardings=self._state_shardings)
+
+
+def _is_array(x: object) -> bool:
+    """Whether `x` is an array, or the shape of one: programs are traced from shapes too."""
+    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)

@@ -39,8 +39,8 @@ class Traffic:
         for part, count in sync.partition.parts.items():
             gradients = eqx.filter_eval_shape(sync.capture, state, Place(part, 0))
             by_fragment += [sync.exchange.payload_bytes(gradients)] * count
-        num_islands = int(state.schedule["islands"])
-        gradient = sum(x.nbytes for x in jax.tree.leaves(state.islands.params)) // num_islands
+        num_islands = state.islands.key.shape[0]
+        gradient = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.islands.params)) // num_islands
         return cls(tuple(by_fragment), gradient, num_islands == 1)
 
     def sent(self, outer_steps: Int[Array, " P"]) -> int:

@@ -69,7 +69,7 @@ class DiLoCoTrainer(Trainer):
         self.loader = StateLoader(config, self.partition, optimizer, outer_optimizer)
         wire = wire_format(diloco.wire, diloco.wire_block, diloco.wire_rounding == "stochastic")
         exchange = Exchange(self.device_mesh, self.parameter_axis_mapping, wire, self.schedule.num_pieces)
-        self._sync = Sync(self.partition, outer_optimizer, diloco.mixing_alpha, exchange)
+        self.sync = Sync(self.partition, outer_optimizer, diloco.mixing_alpha, exchange)
         with levanter.tracker.current_tracker(self.tracker):  # else it would start trackers of its own
             self._island_trainer = Trainer(config.island_config, optimizer, loss_fn, add_default_hooks=False)
         self._island_trainer.hooks = self.hooks
@@ -109,7 +109,7 @@ class DiLoCoTrainer(Trainer):
         else:
             host = super().initial_state(training_key, model, model_init, is_trainable=is_trainable)
             state = self.loader.spread(host)
-        self.traffic = Traffic.of(state, self._sync)
+        self.traffic = Traffic.of(state, self.sync)
         levanter.tracker.log_summary(announce(self.config, state, self.partition, self.traffic))
         return state
 
@@ -143,7 +143,7 @@ class DiLoCoTrainer(Trainer):
 
     def _step(self, state: DiLoCoState, batch: tuple, batch_kwargs: dict, *, hooks: bool) -> TrainStepResult:
         """Inner step t of every island, and what the schedule has for it."""
-        programs, schedule = self._programs_for(state), self.schedule
+        programs, schedule = self.programs_for(state), self.schedule
         step, since = int(state.step) + 1, int(state.settled)
         crossing = schedule.crossing(step, since)
         state, inner, report = programs.step(state, (batch, batch_kwargs), crossing=crossing, hooks=hooks)
@@ -165,15 +165,15 @@ class DiLoCoTrainer(Trainer):
         loss_metrics = {name: local_mean(values) for name, values in inner.loss_metrics.items()}
         return TrainStepResult(local_mean(inner.loss), state, loss_metrics, infos)
 
-    def _programs_for(self, state: DiLoCoState) -> Programs:
+    def programs_for(self, state: DiLoCoState) -> Programs:
         """The run's programs, made from the first state that is trained: the host may still change one before."""
         if self._programs is None:
-            self._programs = Programs(self._island_trainer, self._sync, self.config.diloco.islands_per_slot, state)
+            self._programs = Programs(self._island_trainer, self.sync, self.config.diloco.islands_per_slot, state)
         return self._programs
 
     def _settle(self, state: DiLoCoState, record: StepRecord) -> DiLoCoState:
         """The final sync: merges what is in flight, then syncs each fragment that still has unsynced progress."""
-        programs, schedule = self._programs_for(state), self.schedule
+        programs, schedule = self.programs_for(state), self.schedule
         step, since = int(state.step), int(state.settled)
         for crossing in schedule.to_cross(step, since):
             state, report = programs.cross(state, crossing)
@@ -193,7 +193,7 @@ class DiLoCoTrainer(Trainer):
         if name not in self._logged_jaxprs and (config.log_jaxprs or config.log_xla_hlo):
             state, batch, batch_kwargs = args
             hooks = fn.keywords["hooks"]
-            traced = self._programs_for(state).trace_step(state, (batch, batch_kwargs), hooks=hooks)
+            traced = self.programs_for(state).trace_step(state, (batch, batch_kwargs), hooks=hooks)
             if config.log_jaxprs:
                 text = traced.jaxpr.pretty_print(name_stack=True, use_color=False)
                 self.write_artifact(f"{name}.jaxpr.txt.gz", text, type="jaxpr")

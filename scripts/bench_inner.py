@@ -94,7 +94,7 @@ def compile_seconds(arm: Arm) -> float:
     """Seconds to trace and compile the three step programs."""
     assert isinstance(arm.trainer, DiLoCoTrainer) and isinstance(arm.state, DiLoCoState)
     arm.trainer._programs = None
-    programs = arm.trainer._programs_for(arm.state)
+    programs = arm.trainer.programs_for(arm.state)
     start = time.perf_counter()
     with arm.trainer:
         for crossing in (None, Crossing(0, 0, last=True), Crossing(1, 0, last=True)):

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from levanter_diloco.namespaces import address, obstacle, run_apart, run_together  # noqa: E402  needs no installation
+from levanter_diloco.slices import Slice, SliceError, canonical  # noqa: E402  the package need not be installed
 
 OPTIONS: dict[str, tuple[str, Callable[[str], str]]] = {
     "DILOCO_SYNC_PERIOD": ("trainer.diloco.sync_period", str),
@@ -89,14 +90,6 @@ RUNTIMES = {
     "v5litepod": "v2-alpha-tpuv5-lite",
     "v6e": "v2-alpha-tpuv6e",
 }
-
-SIZES = {
-    "v4": [8 * n for n in range(1, 513)],
-    "v5p": [8 * n for n in range(1, 1537)],
-    "v5litepod": [1, 4, 8, 16, 32, 64, 128, 256],
-    "v6e": [1, 4, 8, 16, 32, 64, 128, 256],
-}
-"""Numbers that end a type's name: cores for v4 and v5p, of which a chip has two, and chips for the others."""
 
 DOCKERFILE = """\
 FROM {base}
@@ -180,7 +173,7 @@ def check(backend: str, settings: dict[str, str | None]) -> None:
         return
     if config.is_absolute() or ".." in config.parts:
         raise LaunchError(f"--config ({config}) must be a path in the working tree; configs/{config.name} works")
-    devices_per_slice(str(settings["tpu"]))
+    slice_of(str(settings["tpu"]))
     if "://" not in str(settings["output"]):
         rule = "must be an object store that all hosts see; gs://BUCKET/DIR works"
         raise LaunchError(f"--output ({settings['output']}) {rule}")
@@ -190,28 +183,16 @@ def check(backend: str, settings: dict[str, str | None]) -> None:
         raise LaunchError(f"--{'workload' if settings['workload'] else 'run_id'} ({name}) {rule}")
 
 
-def devices_per_slice(tpu: str) -> int:
-    """JAX devices of a slice by its type's name: v5p-128 has 64, a device per chip of two cores.
+def slice_of(tpu: str) -> Slice:
+    """The slice of this type's name.
 
     Raises:
         LaunchError: If there is no such type.
     """
-    family, _, size = canonical(tpu).rpartition("-")
-    if family not in SIZES or not size.isdigit() or int(size) not in SIZES[family]:
-        example = f"{family}-{SIZES[family][3]}" if family in SIZES else "v5p-128"
-        raise LaunchError(f"--tpu ({tpu}) must be a type of {', '.join(SIZES)} with a size it has; {example} works")
-    return int(size) // 2 if family in ("v4", "v5p") else int(size)
-
-
-def hosts_per_slice(tpu: str) -> int:
-    """Machines of a slice: four devices each, but for the slices of v5litepod and v6e that fit into one."""
-    devices, (family, _, _) = devices_per_slice(tpu), tpu.rpartition("-")
-    return 1 if family in ("v5litepod", "v6e") and devices <= 8 else devices // 4
-
-
-def canonical(tpu: str) -> str:
-    """The name the clouds use: v5e is v5litepod."""
-    return tpu.replace("v5e-", "v5litepod-") if tpu.startswith("v5e-") else tpu
+    try:
+        return Slice.of(tpu)
+    except SliceError as error:
+        raise LaunchError(f"--tpu ({tpu}) {error}") from error
 
 
 def truth(name: str, value: str) -> bool:
@@ -242,7 +223,7 @@ def option_flags(settings: dict[str, str | None], environment: Mapping[str, str]
     if per_device := environment.get("PER_DEVICE_BATCH_SIZE"):
         if not (settings["tpu"] and settings["slices"] and per_device.isdigit()):
             raise LaunchError(f"PER_DEVICE_BATCH_SIZE ({per_device}) needs a whole number, --tpu and --slices")
-        batch = int(per_device) * devices_per_slice(settings["tpu"]) * int(settings["slices"])
+        batch = int(per_device) * slice_of(settings["tpu"]).devices * int(settings["slices"])
         flags += ["--trainer.train_batch_size", str(batch)]
     return flags
 
@@ -334,8 +315,12 @@ def xpk(runner: Runner, settings: dict[str, str | None], flags: list[str], secre
 
 def gcloud(runner: Runner, settings: dict[str, str | None], flags: list[str], secrets: list[str]) -> int:
     """Queued resources: all slices at once. The hosts read secrets themselves, from the Secret Manager."""
-    build_image(runner, settings)
     image, tpu = str(settings["image"]), canonical(str(settings["tpu"]))
+    runtime = settings["runtime_version"] or RUNTIMES.get(tpu.rpartition("-")[0])
+    if runtime is None:
+        rule = "give the one that `gcloud compute tpus versions list` has for it"
+        raise LaunchError(f"--runtime_version is missing, which {tpu} needs; {rule}")
+    build_image(runner, settings)
     fetch = "".join(
         f'{name}="$(gcloud secrets versions access latest --secret={shlex.quote(name)})"\nexport {name}\n'
         for name in secrets
@@ -351,7 +336,7 @@ def gcloud(runner: Runner, settings: dict[str, str | None], flags: list[str], se
     with runner.file("startup.sh", script) as path:
         command = ["gcloud", "compute", "tpus", "queued-resources", "create", name]
         command += [f"--project={settings['project']}", f"--zone={settings['zone']}", f"--accelerator-type={tpu}"]
-        command += [f"--runtime-version={settings['runtime_version'] or RUNTIMES[tpu.rpartition('-')[0]]}"]
+        command += [f"--runtime-version={runtime}"]
         command += [f"--node-count={settings['slices']}", f"--node-prefix={name}"]
         command += ["--reserved"] if settings["reservation"] else []
         command += ["--scopes=https://www.googleapis.com/auth/cloud-platform"]
@@ -368,7 +353,7 @@ def iris(runner: Runner, settings: dict[str, str | None], flags: list[str], secr
     command = ["iris", "--cluster", str(settings["cluster"]), "job", "run", "--no-wait"]
     command += ["--job-name", str(settings["workload"] or settings["run_id"]), "--extra", "tpu"]
     command += ["--tpu", tpu, "--enable-extra-resources", "--cpu", "32", "--memory", "128GB", "--disk", "50GB"]
-    command += ["--replicas", str(hosts_per_slice(tpu) * slices), "--max-retries", settings["restarts"] or "10"]
+    command += ["--replicas", str(slice_of(tpu).hosts * slices), "--max-retries", settings["restarts"] or "10"]
     command += ["--priority", settings["priority"]] if settings["priority"] else []
     for name in secrets:
         command += ["--secret", name, f"env:{name}"]

@@ -1,7 +1,6 @@
 """Every YAML of `configs/`: it parses, its model can be cut, periods and batch come out even, its size is right."""
 
 import re
-import sys
 from math import prod
 from pathlib import Path
 
@@ -16,14 +15,11 @@ from levanter_diloco.cli import parse
 from levanter_diloco.main.train_lm import TrainDiLoCoLmConfig, check_model
 from levanter_diloco.mesh import resolve_islands
 from levanter_diloco.plugin import register
+from levanter_diloco.slices import Slice
 
 register()  # as the command does: the local configs name its tracker
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from launch_tpu import devices_per_slice  # noqa: E402  a script: not on the path of an installed package
-
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 LOCAL = {"quickstart", "vanilla", "lookahead", "one_device", "slow_link"}
 PRODUCTION = sorted(set(CONFIGS) - LOCAL)
@@ -38,7 +34,7 @@ def devices(name: str) -> tuple[int, int]:
     text = (ROOT / "configs" / f"{name}.yaml").read_text()
     found = re.search(r"^# Devices: (\d+) x (\S+) \((\d+) devices each\)", text, re.MULTILINE)
     assert found, name
-    assert devices_per_slice(found[2]) == int(found[3])
+    assert Slice.of(found[2]).devices == int(found[3])
     return int(found[1]), int(found[3])
 
 

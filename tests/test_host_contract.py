@@ -86,6 +86,18 @@ def function(path: str) -> Callable:
         ("levanter.config:main", "fn args config_dir"),
         ("levanter.adaptor:AdaptorConfig.trainable_filter", "self policy_model"),
         ("levanter.adaptor:AdaptorConfig.apply", "self model key axis_mapping"),
+        # text, and attention on TPU
+        (
+            "levanter.data.text.examples:GrugLmExample.causal",
+            "tokens loss_weight ignore_id eos_id segment_ids sliding_window block_cross_document_attention",
+        ),
+        ("levanter.data.text.examples:named_lm_example_from_grug", "example Pos batch_axis"),
+        ("levanter.trainer:TrainerConfig._initialize_jax_config", "self"),
+        (
+            "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel"
+            ":SplashAttentionKernel.manual_sharding_spec",
+            "self sharding",
+        ),
         # haliax
         ("haliax.partitioning:pspec_for_axis", "axis mapping"),
         ("haliax.tree_util:hashable_partition", "pytree filter_spec"),
@@ -228,6 +240,22 @@ def test_constants_can_be_evaluated_outside_the_mesh() -> None:
     assert callable(jax.ensure_compile_time_eval)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())), jax.ensure_compile_time_eval():
         assert jax.numpy.arange(3).sum() == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("levanter.layers.attention:default_attention_type", "local_devices"),
+        ("levanter.utils.mesh:create_mesh_from_axis_specs", "devices"),
+        ("levanter.layers.attention:_tpu_splash_attention", "manual_sharding_spec"),
+    ],
+)
+def test_host_looks_up_by_attribute_what_we_replace(path: str, name: str) -> None:
+    assert name in function(path).__code__.co_names
+
+
+def test_host_counts_slices_of_the_devices_that_jax_names() -> None:
+    assert "jax.devices()" in inspect.getsource(named("levanter.trainer:TrainerConfig.num_slices").func)
 
 
 @pytest.mark.parametrize("name", ["DEFAULT_ICI_AXIS_SPEC", "DEFAULT_DCN_AXIS_SPEC"])

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "launch_tpu.py"
 sys.path.insert(0, str(SCRIPT.parent))
 
-from launch_tpu import OPTIONS, LaunchError, devices_per_slice  # noqa: E402  a script: not on any installed path
+from launch_tpu import OPTIONS, LaunchError, slice_of  # noqa: E402  a script: not on any installed path
 
 STAND_IN = f"""#!{sys.executable}
 import json, os, sys
@@ -108,21 +108,9 @@ def container_command(argv: list[str]) -> list[str]:
     return shlex.split(command.removeprefix("cd /app && "))
 
 
-@pytest.mark.parametrize(
-    ("tpu", "devices"),
-    [
-        *(("v4-8", 4), ("v5p-8", 4), ("v5p-128", 64), ("v5p-12288", 6144)),
-        *(("v5litepod-16", 16), ("v5e-16", 16), ("v5litepod-256", 256), ("v6e-1", 1), ("v6e-64", 64)),
-    ],
-)
-def test_devices_of_a_slice_come_from_its_types_name(tpu: str, devices: int):
-    assert devices_per_slice(tpu) == devices
-
-
-@pytest.mark.parametrize(("tpu", "works"), [("v5p-100", "v5p-32"), ("v7-8", "v5p-128"), ("v6e", "v5p-128")])
-def test_unknown_slice_type_names_one_that_works(tpu: str, works: str):
-    with pytest.raises(LaunchError, match=f"--tpu \\({tpu}\\) must be a type of v4, v5p.*; {works} works"):
-        devices_per_slice(tpu)
+def test_unknown_slice_type_names_one_that_works():
+    with pytest.raises(LaunchError, match=r"--tpu \(v5p-100\) must have a size that v5p has .*; v5p-64 works"):
+        slice_of("v5p-100")
 
 
 def test_xpk_builds_pushes_and_submits(launcher: Launcher):
@@ -171,6 +159,13 @@ def test_gcloud_queues_all_slices_and_starts_training_on_each_boot(launcher: Lau
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
+def test_gcloud_asks_for_a_runtime_version_that_is_not_known(launcher: Launcher):
+    done = launcher("gcloud", settings={**without("cluster"), "tpu": "tpu7x-8"})
+    assert done.returncode == 2
+    assert "--runtime_version is missing, which tpu7x-8 needs" in done.stderr
+    assert launcher.calls() == []
+
+
 @pytest.mark.parametrize(("tpu", "hosts"), [("v4-8", 1), ("v5p-128", 16), ("v5litepod-8", 1), ("v6e-16", 4)])
 def test_iris_gets_a_task_for_each_host_of_all_slices(launcher: Launcher, tpu: str, hosts: int):
     done = launcher("iris", settings=without("project", "zone", "image", tpu=tpu))
@@ -196,7 +191,7 @@ def test_missing_settings_are_all_named_with_their_variables(launcher: Launcher,
     ("changes", "complaint"),
     [
         ({"slices": "two"}, r"--slices (two) must be a whole number of at least 1; 2 works"),
-        ({"tpu": "v5p-130"}, r"--tpu (v5p-130) must be a type of"),
+        ({"tpu": "v5p-130"}, r"--tpu (v5p-130) must have a size that v5p has"),
         ({"output": "/tmp/out"}, r"--output (/tmp/out) must be an object store that all hosts see"),
         ({"run_id": "Run_1"}, r"--run_id (Run_1) must be at most 39 of a-z"),
         ({"workload": "x" * 40}, r"must be at most 39 of a-z"),

@@ -18,6 +18,9 @@ LAYERS = {
         "__init__",
         "errors",
         "link",
+        "slices",
+        "hlo",
+        "flops",
         "config",
         "schedule",
         "wire",
@@ -31,10 +34,10 @@ LAYERS = {
         "bench",
     ],
     1: ["fragments", "layer_partition", "balanced_partition", "partition", "outer"],
-    2: ["mesh", "cut", "exchange", "state", "inner", "sync", "programs", "embedding"],
+    2: ["mesh", "cut", "exchange", "state", "inner", "sync", "programs", "embedding", "attention", "audit"],
     3: ["trainer_config", "metrics", "checkpoint", "summary", "json_lines", "trainer", "binding", "tracker"],
     4: ["plugin"],
-    5: ["cli", "main.__init__", "main.train_lm", "main.bench_lm"],
+    5: ["cli", "main.__init__", "main.train_lm", "main.bench_lm", "aot", "compile", "compile_report"],
 }
 LAYER_OF = {module: layer for layer, modules in LAYERS.items() for module in modules}
 MODULES = sorted(".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py"))

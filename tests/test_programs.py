@@ -14,11 +14,11 @@ import optax
 import pytest
 from haliax import Axis
 from haliax.nn import ScanCheckpointPolicy, Stacked
-from hlo import Collective, collectives
 from levanter.utils.mesh import MeshConfig
 from stock import llama, text_batch, text_loss
 from toy import Block, Toy, entered, toy_batch, toy_loss, trainer_config
 
+from levanter_diloco.hlo import Collective, Program, collectives
 from levanter_diloco.programs import Programs
 from levanter_diloco.schedule import Crossing
 
@@ -53,47 +53,12 @@ def text_of(programs: Programs, state: Any, batch: Any, reduce: int | None) -> s
 
 
 def crossing(text: str, island_size: int) -> list[Collective]:
-    return [one for one in collectives(text) if one.crosses(island_size)]
+    return [one for one in collectives(Program.of(text)) if one.crosses(island_size)]
 
 
 def sent_by_an_island(text: str, island_size: int) -> int:
     """Bytes that the devices of one island hand to collectives with other islands."""
     return sum(one.nbytes * island_size for one in crossing(text, island_size))
-
-
-@pytest.mark.parametrize(
-    ("line", "groups"),
-    [
-        ("%a = f32[4]{0} all-reduce(%x), replica_groups={{0,4},{1,5}}, to_apply=%add", ((0, 4), (1, 5))),
-        ("%a = f32[4]{0} all-reduce(%x), replica_groups=[2,2]<=[4], to_apply=%add", ((0, 1), (2, 3))),
-        ("%a = f32[4]{0} all-reduce(%x), replica_groups=[2,2]<=[2,2]T(1,0), to_apply=%add", ((0, 2), (1, 3))),
-        (
-            "%a = f32[4]{0} all-reduce(%x), replica_groups=mesh['diloco'=2,'data'=2,'model'=1] {'diloco'}, "
-            "use_global_device_ids=true, to_apply=%add",
-            ((0, 2), (1, 3)),
-        ),
-        (
-            "%a = f32[4]{0} all-reduce(%x), replica_groups=mesh['diloco'=2,'data'=2,'model'=2] {'data','model'}, "
-            "use_global_device_ids=true, to_apply=%add",
-            ((0, 1, 2, 3), (4, 5, 6, 7)),
-        ),
-        ("%a = f32[4]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}", ((0, 1), (1, 0))),
-        ("%a = f32[4]{0} all-reduce(%x), replica_groups={}, to_apply=%add", ()),
-    ],
-)
-def test_parser_reads_groups(line: str, groups: tuple) -> None:
-    [one] = collectives(line)
-    assert one.groups == groups
-    assert one.nbytes == 16
-
-
-def test_parser_counts_tuples_and_knows_islands() -> None:
-    [one] = collectives(
-        "%a = (f32[4]{0}, bf16[2,3]{1,0}) all-reduce(%x, %y), replica_groups={{0,2},{1,3}}, to_apply=%s"
-    )
-    assert one.nbytes == 16 + 12
-    assert one.crosses(2)
-    assert not one.crosses(4)
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -138,7 +103,7 @@ def test_llama_programs_send_their_fragment_alone(axes: dict, overlap: int, tmp_
         inner, rest, layers = (text_of(programs, state, batch, reduce) for reduce in (None, 0, 1))
     in_layers = sum(x.size for x in jax.tree.leaves(llama().transformer.layers))
     everything = sum(x.size for x in jax.tree.leaves(llama()))
-    assert len(collectives(inner)) > 5
+    assert len(collectives(Program.of(inner))) > 5
     assert crossing(inner, 4) == []
     assert sent_by_an_island(rest, 4) == 4 * (everything - in_layers)
     assert sent_by_an_island(layers, 4) == 4 * in_layers // 2
