@@ -62,7 +62,7 @@ def test_methods_set_options_that_there_are():
     assert settled["vanilla"].schedule.effective_period == 8 and settled["vanilla"].num_fragments == 1
     assert (settled["streaming"].num_fragments, settled["streaming"].overlap_steps) == (4, 0)
     assert settled["overlap"].overlap_steps == 3
-    assert METHODS["overlap"](DiLoCoConfig()) == {"overlap_steps": 1}
+    assert METHODS["overlap"](DiLoCoConfig())["overlap_steps"] == 1
 
 
 @pytest.mark.parametrize(
