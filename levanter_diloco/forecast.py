@@ -1,7 +1,8 @@
 """What each way to train would make of a slow link: traffic, utilization, the rate it needs, and what we recommend.
 
 Figures come from `simulate`, over the schedule that the package runs. Besides what that module assumes:
-- An exchange is a ring: an island's link carries `2 * (K - 1) / K` of the payload, once for all of its hosts.
+- An exchange in f32 is a ring: an island's link carries `2 * (K - 1) / K` of the payload, once for all of its hosts.
+  For other wires see `carried_bits`.
 - Data parallelism sends a gradient in the parameter dtype every step, each layer as soon as its backward pass is
   done, and what lies outside the stack at the end of the step.
 - A wire format costs its bits and those of its scales, no padding.
@@ -60,6 +61,9 @@ class Setting:
     gradient_bits: int
     """Of one parameter's gradient in data-parallel training."""
 
+    balanced: bool = False
+    """Whether fragments are equal shares of everything (`partition: balanced`), not of the layers."""
+
 
 @dataclass(frozen=True)
 class Method:
@@ -75,10 +79,10 @@ def valid_num_fragments(num_layers: int) -> list[int]:
     return [1, *(n + 1 for n in range(1, num_layers + 1) if num_layers % n == 0)]
 
 
-def fragment_params(size: ModelSize, num_fragments: int) -> list[float]:
-    """Parameters of each fragment: fragment 0 is the rest, the others are equal shares of the layers."""
-    if num_fragments == 1:
-        return [size.total]
+def fragment_params(size: ModelSize, num_fragments: int, balanced: bool = False) -> list[float]:
+    """Parameters of each fragment: fragment 0 is the rest, the others are equal shares of the layers; or all equal."""
+    if num_fragments == 1 or balanced:
+        return [size.total / num_fragments] * num_fragments
     share = size.num_layers * size.per_layer / (num_fragments - 1)
     return [size.rest, *[share] * (num_fragments - 1)]
 
@@ -106,8 +110,8 @@ def methods(setting: Setting) -> list[Method]:
 
 def diloco(setting: Setting, schedule: Schedule, wire: Wire) -> Workload:
     """Every `steps_per_sync` steps one fragment crosses, from the end of the step that captured it."""
-    bits = wire.bits * ring_factor(setting.num_islands)
-    sizes = fragment_params(setting.size, schedule.num_fragments)
+    bits = carried_bits(wire, setting.num_islands)
+    sizes = fragment_params(setting.size, schedule.num_fragments, setting.balanced)
     return Workload(schedule, tuple((Piece(bits * size),) for size in sizes), setting.step_seconds)
 
 
@@ -121,6 +125,18 @@ def data_parallel(setting: Setting) -> Workload:
 def ring_factor(num_islands: int) -> float:
     """What an island's link carries, each way, for one unit of payload in a ring all-reduce."""
     return 2 * (num_islands - 1) / num_islands
+
+
+def carried_bits(wire: Wire, num_islands: int) -> float:
+    """What an island's link carries, each way, for one parameter of an outer gradient.
+
+    f32 is a ring all-reduce. Of other formats every island gathers all payloads; or, where that is less, each
+    adds up a share and the f32 means are gathered.
+    """
+    others = num_islands - 1
+    if wire is F32:
+        return wire.bits * ring_factor(num_islands)
+    return min(others * wire.bits, others / num_islands * (wire.bits + F32.bits))
 
 
 def recommended_num_fragments(num_layers: int, sync_period: int) -> int:
@@ -177,9 +193,10 @@ def _recommended_period(setting: Setting) -> tuple[int, str]:
 def forecast(setting: Setting) -> dict[str, Any]:  # Any: JSON
     """All figures, as JSON holds them. Bytes are payloads on the f32 wire, rates bit/s, times seconds."""
     size, schedule, rate = setting.size, setting.schedule, setting.rate
-    sizes = fragment_params(size, schedule.num_fragments)
+    sizes = fragment_params(size, schedule.num_fragments, setting.balanced)
     planned = methods(setting)
-    kept = fragment_params(size, planned[-1].work.schedule.num_fragments)[:2]  # one of the rest, one of the layers
+    kept = fragment_params(size, planned[-1].work.schedule.num_fragments, setting.balanced)
+    kept = kept[: 1 if setting.balanced else 2]  # one of each part: of the rest, and of the layers
     return {
         "parameters": {"total": size.total, "layers": size.num_layers, "per_layer": size.per_layer, "rest": size.rest},
         "islands": setting.num_islands,
@@ -193,6 +210,7 @@ def forecast(setting: Setting) -> dict[str, Any]:  # Any: JSON
             "effective_period": schedule.effective_period,
         },
         "fragment_bytes": [count * F32_BYTES for count in sizes],
+        "partition": "balanced" if setting.balanced else "layers",
         "valid_num_fragments": valid_num_fragments(size.num_layers),
         "methods": [_figures(method, rate) for method in planned],
         "memory_added_per_island": {

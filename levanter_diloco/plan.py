@@ -44,6 +44,7 @@ EXAMPLES = {
     "--vocab_size": "128256",
     "--sync_period": "100",
     "--num_fragments": "5",
+    "--partition": "layers",
     "--overlap_steps": "1",
     "--plot": "plan.png",
 }
@@ -85,6 +86,7 @@ def _parser() -> Parser:
     add("--sync_period", _count("--sync_period", 1), "H (from the YAML, else 100)")
     add("--num_fragments", _count("--num_fragments", 1), "P (from the YAML, else 1)")
     add("--overlap_steps", _count("--overlap_steps", 0), "V (from the YAML, else 0)")
+    add("--partition", _partition("--partition"), "layers or balanced (from the YAML, else layers)")
     add("--plot", str, "file for a plot of utilization against bandwidth; needs the extra levanter-diloco[plot]")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
     return parser
@@ -105,8 +107,10 @@ def settle(flags: argparse.Namespace) -> tuple[Setting, list[str]]:
     if flags.islands is None and flags.config_path is None:
         notes.append("Islands: 2, as --islands is not given.")
     islands = flags.islands or (_islands(trainer, diloco) if flags.config_path is not None else 2)
-    schedule = _schedule(flags, diloco, size.num_layers)
-    return Setting(size, islands, flags.step_seconds, rate, schedule, _gradient_bits(trainer)), notes
+    named = flags.partition or _partition(f"{PATH}.partition")(str(diloco.get("partition", "layers")))
+    balanced = named == "balanced"
+    schedule = _schedule(flags, diloco, None if balanced else size.num_layers)
+    return Setting(size, islands, flags.step_seconds, rate, schedule, _gradient_bits(trainer), balanced), notes
 
 
 def load(path: str) -> Mapping[str, Any]:  # Any: a YAML
@@ -180,7 +184,12 @@ def _size(flags: argparse.Namespace, config: Mapping[str, Any]) -> tuple[ModelSi
     return ModelSize(flags.layers, (flags.params - rest) / flags.layers, rest), notes
 
 
-def _schedule(flags: argparse.Namespace, diloco: Mapping[str, Any], num_layers: int) -> Schedule:  # Any: a YAML
+def _schedule(
+    flags: argparse.Namespace,
+    diloco: Mapping[str, Any],  # Any: a YAML
+    num_layers: int | None,
+) -> Schedule:
+    """The schedule; fragments of layers fit `num_layers`."""
     values, names = {}, {}
     for option, default in DEFAULTS.items():
         flag = getattr(flags, option)
@@ -188,7 +197,7 @@ def _schedule(flags: argparse.Namespace, diloco: Mapping[str, Any], num_layers: 
         least = 0 if option == "overlap_steps" else 1
         values[option] = flag if flag is not None else _count(names[option], least)(str(diloco.get(option, default)))
     schedule = Schedule(**values)
-    valid = valid_num_fragments(num_layers)
+    valid = valid_num_fragments(num_layers) if num_layers is not None else [schedule.num_fragments]
     if schedule.num_fragments not in valid:
         raise BadInput(
             f"{names['num_fragments']} ({schedule.num_fragments}) must be 1 more than a divisor of the {num_layers} "
@@ -201,6 +210,15 @@ def _schedule(flags: argparse.Namespace, diloco: Mapping[str, Any], num_layers: 
             f"({period} steps); {period - 1} works."
         )
     return schedule
+
+
+def _partition(name: str) -> Callable[[str], str]:
+    def convert(text: str) -> str:
+        if text not in ("layers", "balanced"):
+            raise BadInput(f"{name} ({text}) must be one of layers, balanced; layers works.")
+        return text
+
+    return convert
 
 
 def _islands(trainer: Mapping[str, Any], diloco: Mapping[str, Any]) -> int:  # Any: a YAML

@@ -11,8 +11,9 @@ PAPERS = "[DiLoCo] arXiv:2311.08105, [Streaming] arXiv:2501.18512, [Scaling] arX
 
 ASSUMPTIONS = (
     "Assumed: a simulation of the schedule; equal inner steps; one link an island, at its full rate, one transfer at",
-    "a time, no latency; a ring all-reduce carries 2 (K-1)/K of the payload; data parallelism hides behind its",
-    "backward pass (embedding and head last), a sync behind V steps; the outer step and wire casts take no time.",
+    "a time, no latency; f32 crosses in a ring, 2 (K-1)/K of the payload, other wires are gathered or scattered; data",
+    "parallelism hides behind its backward pass (embedding and head last), a sync behind V steps; the outer step and",
+    "wire casts take no time.",
 )
 
 
@@ -29,13 +30,15 @@ def lines(plan: Mapping[str, Any]) -> Iterator[str]:  # Any: JSON
         f"fragments: P={schedule['num_fragments']}, one every {schedule['steps_per_sync']} step(s), each every "
         f"{schedule['effective_period']} (H={schedule['sync_period']}); V={schedule['overlap_steps']}"
     )
-    if others:
+    if plan["partition"] == "balanced":
+        yield f"  0-{len(others)}: equal shares of everything, {_si(first)}B in f32 each"
+    elif others:
         yield f"  0: outside the layers, {_si(first)}B in f32"
         layers = size["layers"] // len(others)
         yield f"  1-{len(others)}: {layers} layer(s) each, {_si(others[0])}B in f32"
     else:
         yield f"  0: everything, {_si(first)}B in f32"
-    yield f"valid P: {' '.join(map(str, plan['valid_num_fragments']))}"
+    yield f"valid P: {' '.join(map(str, plan['valid_num_fragments']))}; any with partition: balanced"
     memory = plan["memory_added_per_island"]
     parts = ", ".join(f"{name.replace('_', ' ')} {_si(value)}B" for name, value in memory.items())
     yield f"memory added per island: {_si(sum(memory.values()))}B ({parts})"

@@ -16,6 +16,7 @@ from levanter_diloco.config import DiLoCoConfig
 from levanter_diloco.forecast import (
     WIRES,
     Setting,
+    carried_bits,
     forecast,
     outer_learning_rate,
     recommended_num_fragments,
@@ -339,6 +340,26 @@ def test_wires_are_those_of_the_package():
     block = DiLoCoConfig().wire_block
     bits = {name: 8 * wire_format(name, block, False).block_bytes / block for name in wire_names()}
     assert {wire.name: wire.bits for wire in WIRES} == bits
+
+
+def test_balanced_fragments_are_equal_and_any_number(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    path = config(tmp_path, num_fragments=3, partition="balanced")
+    plan = json.loads(output(capsys, "--config_path", str(path), "--step_seconds", "1", "--islands", "2", "--json"))
+    total = plan["parameters"]["total"]
+    assert plan["fragment_bytes"] == pytest.approx([total * 4 / 3] * 3)
+    captured = plan["memory_added_per_island"]["captured_with_overlap"]
+    assert captured == pytest.approx(total * 4 / 3)
+    said = output(capsys, *TEN_BILLION, "--num_fragments", "7", "--partition", "balanced")
+    assert "0-6: equal shares of everything" in said
+    assert "must be one of layers, balanced" in refusal(capsys, *TEN_BILLION, "--partition", "rows")
+
+
+def test_wires_are_gathered_from_few_islands_and_scattered_from_many():
+    # int8 with scales is 8.125 bits: of 3 others 24.4; of 8 islands 7/8 * (8.125 + 32) = 35.1, not 7 * 8.125 = 56.9.
+    int8 = WIRES[2]
+    assert carried_bits(int8, 4) == pytest.approx(3 * 8.125)
+    assert carried_bits(int8, 8) == pytest.approx(7 / 8 * 40.125)
+    assert carried_bits(WIRES[0], 4) == 2 * 3 / 4 * 32
 
 
 def test_figures_by_hand():
