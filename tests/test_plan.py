@@ -344,14 +344,16 @@ def test_wires_are_those_of_the_package():
 
 def test_balanced_fragments_are_equal_and_any_number(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     path = config(tmp_path, num_fragments=3, partition="balanced")
-    plan = json.loads(output(capsys, "--config_path", str(path), "--step_seconds", "1", "--islands", "2", "--json"))
+    plan = json.loads(
+        output(capsys, "plan", "--config_path", str(path), "--step_seconds", "1", "--islands", "2", "--json")
+    )
     total = plan["parameters"]["total"]
     assert plan["fragment_bytes"] == pytest.approx([total * 4 / 3] * 3)
     captured = plan["memory_added_per_island"]["captured_with_overlap"]
     assert captured == pytest.approx(total * 4 / 3)
     said = output(capsys, *TEN_BILLION, "--num_fragments", "7", "--partition", "balanced")
     assert "0-6: equal shares of everything" in said
-    assert "must be one of layers, balanced" in refusal(capsys, *TEN_BILLION, "--partition", "rows")
+    assert "must be one of layers, balanced" in refusal(capsys, *TEN_BILLION[1:], "--partition", "rows")
 
 
 def test_wires_are_gathered_from_few_islands_and_scattered_from_many():
