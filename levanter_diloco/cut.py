@@ -10,14 +10,17 @@ from haliax.types import IntScalar
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
+SMALL = 2**16
+"""Elements of a shard below which leaves are joined: what is sent is padded, to a block and on a TPU to a tile."""
+
 
 @dataclass(frozen=True)
 class Cut:
     """Leaves that cross as one vector.
 
-    A leaf crosses by itself. Leaves that are replicated inside an island are joined and cut among their copies,
-    so that an island never sends the same element twice. Methods run in a fully manual shard_map, on the shards
-    of this device with a leading axis of islands.
+    A large leaf crosses by itself, small ones are joined. Leaves that are replicated inside an island are joined
+    too, and cut among their copies, so that an island never sends the same element twice. Methods run in a fully
+    manual shard_map, on the shards of this device with a leading axis of islands.
     """
 
     leaves: tuple[int, ...]
@@ -73,9 +76,10 @@ def cuts_of(
         num_pieces: In how many pieces the fragment crosses.
     """
     copies = [_copied_over(spec, mesh) for spec in specs]
-    alone = [(i,) for i, axes in enumerate(copies) if not axes]
-    shared = [tuple(i for i, axes in enumerate(copies) if axes == group) for group in sorted({*copies} - {()})]
-    for leaves in alone + shared:
+    alone = [i for i, axes in enumerate(copies) if not axes and prod(shapes[i]) >= SMALL]
+    joined = [i for i in range(len(specs)) if i not in alone]
+    groups = [tuple(i for i in joined if copies[i] == axes) for axes in sorted({copies[i] for i in joined})]
+    for leaves in [(i,) for i in alone] + groups:
         axes = copies[leaves[0]]
         count = prod(mesh.shape[name] for name in axes)
         yield Cut(leaves, tuple(shapes[i] for i in leaves), axes, count, num_pieces)
