@@ -20,7 +20,6 @@ from levanter.trainer_state import TrainerState, saveable_training_mask
 from .errors import PATH, OptionError
 from .fragments import Partition
 from .inner import without_island
-from .mesh import state_shardings
 from .schedule import Schedule
 from .state import DiLoCoState, island_state, schedule_facts
 from .trainer_config import DiLoCoTrainerConfig
@@ -123,8 +122,7 @@ class StateLoader:
         def leaves(arrays: PyTree) -> list[jax.Array]:
             return jax.tree.leaves(eqx.filter(make(*hashable_combine(arrays, rest)), eqx.is_array))
 
-        where = state_shardings(shapes, self.config.device_mesh, self.config.parameter_axis_mapping)
-        placed = jax.jit(leaves, out_shardings=where)(arrays)
+        placed = jax.jit(leaves, out_shardings=self.config.placement.shardings(shapes))(arrays)
         return eqx.combine(jax.tree.structure(shapes).unflatten(placed), static)
 
     def _host_state(self, state: DiLoCoState) -> TrainerState:

@@ -13,6 +13,7 @@ from jax.tree_util import keystr
 from jaxtyping import PyTree
 
 from .errors import ModelError
+from .memory import beside, on_device
 
 FRAGMENT = "fragment"
 
@@ -33,6 +34,7 @@ class Partition(abc.ABC):
 
     Fragments of one shape form a part, and a fragment is found by its part and its index there, which may
     be traced: one program serves a part. All methods work on parameters with and without an island axis.
+    Parameters may lie in host memory: what is taken comes to the device, what is put goes where they lie.
     """
 
     num_fragments: int
@@ -111,7 +113,7 @@ def take_fragment[T: PyTree](tree: T, index: IntScalar) -> T:
         if not is_named_array(x):
             return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
         # pyrefly: ignore[bad-argument-type]  haliax allows a traced start, its type does not say so
-        return hax.slice(x, FRAGMENT, start=index, length=1)[FRAGMENT, 0]
+        return on_device(hax.slice(x, FRAGMENT, start=index, length=1))[FRAGMENT, 0]
 
     return jax.lax.optimization_barrier(jax.tree.map(take, tree, is_leaf=is_named_array))
 
@@ -122,6 +124,6 @@ def put_fragment[T: PyTree](tree: T, index: IntScalar, values: T) -> T:
     def put(x: PyTree, value: PyTree) -> PyTree:
         if not is_named_array(x):
             return jax.lax.dynamic_update_index_in_dim(x, value, index, axis=0)
-        return hax.updated_slice(x, {FRAGMENT: index}, value.broadcast_axis(Axis(FRAGMENT, 1)))
+        return hax.updated_slice(x, {FRAGMENT: index}, beside(value.broadcast_axis(Axis(FRAGMENT, 1)), x))
 
     return jax.tree.map(put, tree, values, is_leaf=is_named_array)

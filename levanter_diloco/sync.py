@@ -16,6 +16,7 @@ from levanter.trainer_state import trainables_only
 from .exchange import Exchange, Exchanged
 from .fragments import Params, Partition, Place, put_fragment, take_fragment
 from .outer import ISLAND, island_gradients, merge, norm, outer_step
+from .placement import Placement
 from .state import DiLoCoState
 
 
@@ -37,6 +38,7 @@ class Sync:
     optimizer: optax.GradientTransformation
     mixing_alpha: float
     exchange: Exchange
+    placement: Placement
 
     def capture(self, state: DiLoCoState, place: Place) -> Params:
         """Returns `Delta_k` of one fragment, axes `{diloco, ...}`, f32, each on its own island."""
