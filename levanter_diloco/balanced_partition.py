@@ -118,9 +118,10 @@ class BalancedPartition(Partition):
         innermost two it lays out in tiles.
         """
 
-        def cost(rows: _Rows) -> tuple[float, int, int]:
-            fits = rows.count >= self.num_fragments and rows.padding <= TOLERANCE
-            return 0 if fits else rows.padding, rows.last, rows.last - rows.first
+        def cost(rows: _Rows) -> tuple[float, bool, int, int]:
+            enough = rows.count >= self.num_fragments
+            fits = enough and rows.padding <= TOLERANCE
+            return 0 if fits else rows.padding, not enough, rows.last, rows.last - rows.first
 
         return min(self._choices(axes), key=cost)
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 COMMANDS = {"train_lm": "levanter_diloco.main.train_lm"}
 """Programs of the host: the module's `main` takes a parsed config."""
 
-TOOLS = {"plan": "levanter_diloco.plan"}
+TOOLS = {"plan": "levanter_diloco.plan", "bench": "levanter_diloco.bench"}
 """Commands that do without the host: the module's `main` takes the arguments and parses them itself."""
 
 PLUGINS = "levanter.plugins"

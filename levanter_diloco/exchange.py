@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from .cut import Cut, cuts_of
 from .fragments import Params
 from .outer import ISLAND
-from .wire import Encoded, WireFormat, as_bytes, from_bytes
+from .wire import Encoded, WireFormat, as_integers, from_integers
 
 
 class Exchanged(NamedTuple):
@@ -35,7 +35,7 @@ class Exchange:
 
     A fully manual shard_map over the parameters' own shards; `cut` says what each device sends. On f32 the exchange
     is an all-reduce. Any other format is encoded island by island, so that islands that share devices get what they
-    would get apart; it crosses as bytes, which no backend widens, and is added up in f32, in one order everywhere.
+    would get apart; it crosses as integers, which no backend widens, and is added up in f32, in one order everywhere.
     """
 
     mesh: Mesh
@@ -150,13 +150,13 @@ class Exchange:
             return x.reshape(on_slot, chunks, -1, *x.shape[1:]).swapaxes(0, 1).reshape(chunks, -1, *x.shape[1:])
 
         parts = jax.tree.map(chunked, encoded)
-        payload = jax.vmap(as_bytes)(parts)
+        payload = jax.vmap(as_integers)(parts)
         if chunks == 1:
             payload = jax.lax.all_gather(payload, ISLAND, tiled=True)
         else:
             payload = jax.lax.all_to_all(payload, ISLAND, 0, 0, tiled=True)
         shapes = jax.tree.map(lambda x: ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
-        islands = jax.vmap(lambda row: [self.wire.decode(one) for one in from_bytes(row, shapes)])(payload)
+        islands = jax.vmap(lambda row: [self.wire.decode(one) for one in from_integers(row, shapes)])(payload)
         means = [x.reshape(slots * on_slot, -1).mean(0) for x in islands]
         if chunks > 1:
             whole = jax.lax.all_gather(jnp.concatenate(means), ISLAND)

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray, UInt8
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree, UInt8
 
 Encoded = tuple[Array, ...]
 """What crosses: arrays of any dtype whose leading axis is the blocks."""
@@ -200,20 +200,26 @@ class E3m0(Nibbles):
         return jnp.sign(codes) * jnp.where(magnitudes > 0, powers, 0.0)
 
 
-def as_bytes(arrays: list[Encoded]) -> UInt8[Array, " bytes"]:
-    """Packs arrays into one vector: backends widen narrow floats on the wire, but no bytes."""
-    flat = [jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(-1) for x in jax.tree.leaves(arrays)]
-    return jnp.concatenate(flat)
+def as_integers(arrays: PyTree) -> dict[int, Array]:
+    """Packs arrays into one vector of unsigned integers for each width in bytes.
+
+    Backends widen narrow floats on the wire, but no integers; and a vector is what a TPU lays out densely.
+    """
+    packed: dict[int, list[Array]] = {}
+    for x in jax.tree.leaves(arrays):
+        width = x.dtype.itemsize
+        packed.setdefault(width, []).append(jax.lax.bitcast_convert_type(x, f"uint{8 * width}").reshape(-1))
+    return {width: jnp.concatenate(vectors) for width, vectors in packed.items()}
 
 
-def from_bytes(payload: UInt8[Array, " bytes"], shapes: list[Encoded]) -> list[Encoded]:
-    """The inverse of `as_bytes` for arrays of `shapes`."""
-    structs, treedef = jax.tree.flatten(shapes)
-    arrays, start = [], 0
-    for struct in structs:
+def from_integers[T: PyTree](packed: dict[int, Array], shapes: T) -> T:
+    """The inverse of `as_integers` for arrays of `shapes`."""
+    start = dict.fromkeys(packed, 0)
+
+    def unpack(struct: jax.ShapeDtypeStruct) -> Array:
         width = struct.dtype.itemsize
-        part = payload[start : start + struct.size * width]
-        start += struct.size * width
-        part = part.reshape(*struct.shape, width) if width > 1 else part.reshape(struct.shape)
-        arrays.append(jax.lax.bitcast_convert_type(part, struct.dtype))
-    return treedef.unflatten(arrays)
+        first = start[width]
+        start[width] += struct.size
+        return jax.lax.bitcast_convert_type(packed[width][first : start[width]].reshape(struct.shape), struct.dtype)
+
+    return jax.tree.map(unpack, shapes)

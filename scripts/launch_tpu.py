@@ -26,6 +26,9 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from levanter_diloco.namespaces import address, obstacle, run_apart, run_together  # noqa: E402  needs no installation
 
 OPTIONS: dict[str, tuple[str, Callable[[str], str]]] = {
     "DILOCO_SYNC_PERIOD": ("trainer.diloco.sync_period", str),
@@ -114,8 +117,6 @@ gcloud auth configure-docker {registry} --quiet
 docker pull {image}
 {secrets}docker run --rm --privileged --net=host{names} {image} {command}
 """
-
-SUBNET = "10.213.77"
 
 
 class LaunchError(Exception):
@@ -379,35 +380,31 @@ def local(runner: Runner, settings: dict[str, str | None], flags: list[str], sec
     """K processes on the CPUs of this machine, an island each; as root each has a network of its own."""
     secret_values(secrets)  # the processes inherit them
     count, devices = int(str(settings["processes"])), settings["devices"] or "1"
-    apart = namespaces_work()
-    prefix = f"diloco{os.getpid() % 100000}"
-    address = f"{SUBNET}.1" if apart else "127.0.0.1"
-    port = 5077 if apart else free_port()
+    apart = obstacle() is None
+    coordinator = f"{address(0)}:5077" if apart else f"127.0.0.1:{free_port()}"
     environment = {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": devices,
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
     }
     cluster = ["--trainer.distributed.initialize_jax_distributed", "true", "--trainer.require_accelerator", "false"]
-    cluster += ["--trainer.distributed.coordinator_address", f"{address}:{port}"]
+    cluster += ["--trainer.distributed.coordinator_address", coordinator]
     cluster += ["--trainer.distributed.num_processes", str(count)]
     islands = ["--trainer.diloco.dcn_islands", "1", "--trainer.diloco.ici_islands", str(count)]  # CPUs have one slice
     made_by_setup = ROOT / ".venv" / "bin" / "python"
     python = str(made_by_setup) if made_by_setup.is_file() else sys.executable
     commands = []
     for process in range(count):
-        inside = ["ip", "netns", "exec", f"{prefix}n{process}"] if apart else []
         train = [python, "-m", "levanter_diloco.main.train_lm", *islands_first(islands, flags)]
-        commands.append([*inside, *train, *cluster, "--trainer.distributed.process_id", str(process)])
+        commands.append([*train, *cluster, "--trainer.distributed.process_id", str(process)])
     if runner.dry_run:
         if apart:
-            print(f"# {count} network namespaces {prefix}n0.. on a bridge, {SUBNET}.1 .. {SUBNET}.{count}")
+            print(f"# {count} network namespaces on a bridge, {address(0)} .. {address(count - 1)}")
         written = " ".join(f"{name}={value}" for name, value in environment.items())
         print("".join(f"{written} {shlex.join(command)} &\n" for command in commands) + "wait")
         return 0
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that what was made is taken away
-    with namespaces(prefix, count) if apart else contextlib.nullcontext():
-        return run_together(commands, {**os.environ, **environment})
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the processes are ended
+    return (run_apart if apart else run_together)(commands, {**os.environ, **environment})
 
 
 def islands_first(islands: list[str], flags: list[str]) -> list[str]:
@@ -417,80 +414,10 @@ def islands_first(islands: list[str], flags: list[str]) -> list[str]:
     return [*(word for pair in pairs if pair[0] not in given for word in pair), *flags]
 
 
-def run_together(commands: list[list[str]], environment: dict[str, str]) -> int:
-    """Runs all commands at once; the first failure ends the others. Returns the first status that is not 0."""
-    running = [subprocess.Popen(command, env=environment) for command in commands]
-    try:
-        while True:
-            codes = [process.poll() for process in running]
-            if None not in codes or any(codes):
-                return next((code for code in codes if code), 0)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                next(process for process, code in zip(running, codes, strict=True) if code is None).wait(0.5)
-    finally:
-        for process in running:
-            if process.poll() is None:
-                process.terminate()
-        for process in running:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def namespaces_work() -> bool:
-    """Whether this user may make network namespaces; root may not in many containers."""
-    tools = all(map(shutil.which, ("ip", "unshare")))
-    return (
-        os.geteuid() == 0
-        and tools
-        and subprocess.run(["unshare", "--net", "true"], stderr=subprocess.DEVNULL).returncode == 0
-    )
-
-
-@contextlib.contextmanager
-def namespaces(prefix: str, count: int) -> Generator[None]:
-    """Network namespaces `<prefix>n<i>` with the address SUBNET.<i + 1>, joined by a bridge in one more.
-
-    gloo binds to the address of the machine's name, so each namespace gets a hosts file that gives it its own.
-    """
-    hub, files = f"{prefix}hub", Path("/etc/netns")
-    had_files = files.exists()
-    names = [f"{prefix}n{i}" for i in range(count)]
-    try:
-        ip("netns", "add", hub)
-        ip("-n", hub, "link", "add", "bridge", "type", "bridge")
-        ip("-n", hub, "link", "set", "bridge", "up")
-        for i, name in enumerate(names):
-            ip("netns", "add", name)
-            ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", f"port{i}", "netns", hub)
-            ip("-n", hub, "link", "set", f"port{i}", "master", "bridge", "up")
-            ip("-n", name, "addr", "add", f"{SUBNET}.{i + 1}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                ip("-n", name, "link", "set", device, "up")
-            (files / name).mkdir(parents=True)
-            own = f"127.0.0.1 localhost\n{SUBNET}.{i + 1} {socket.gethostname()}\n"
-            (files / name / "hosts").write_text(own)
-        yield
-    finally:
-        for name in [*names, hub]:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)  # takes its devices along
-            shutil.rmtree(files / name, ignore_errors=True)
-        if not had_files:
-            with contextlib.suppress(OSError):
-                files.rmdir()
-
-
-def ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise LaunchError(f"ip {' '.join(words)} failed: {done.stderr.strip()}")
 
 
 BACKENDS = {"xpk": xpk, "gcloud": gcloud, "iris": iris, "local": local}

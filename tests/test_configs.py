@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from launch_tpu import devices_per_slice  # noqa: E402  a script: not on the path of an installed package
 
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
-LOCAL = {"quickstart", "vanilla", "lookahead", "one_device"}
+LOCAL = {"quickstart", "vanilla", "lookahead", "one_device", "slow_link"}
 PRODUCTION = sorted(set(CONFIGS) - LOCAL)
 
 

@@ -323,14 +323,14 @@ def test_bytes_on_the_wire_are_the_payload(wire: str, kind: str):
     # 8 islands: 4 bits are gathered; 8 bits are scattered, and the f32 means of the shares gathered.
     mesh = mesh_of("8 islands of 1 device")
     gradients = gradients_on(mesh, LEAVES)
-    exchange = Exchange(mesh, MAPPING, wire_format(wire, 8, False))
+    exchange = Exchange(mesh, MAPPING, wire_format(wire, 64, False))
     crossing = between_islands(compiled(mesh, gradients, exchange.wire).as_text(), mesh)
     assert kind in {collective.kind for collective in crossing}
     sent = sum(one.sent // (8 if one.kind == "all-gather" else 1) for one in crossing)
     assert sent == exchange.payload_bytes(gradients)
     if wire == "e3m0":
-        # Leaves of 24, 6, 48, 12, 35, 1 and 1 elements in 3, 1, 6, 2, 5, 1 and 1 blocks: 4 bytes and a scale.
-        assert sent == 19 * 8
+        # Seven leaves of at most 48 elements: a block each, of 32 bytes and a scale.
+        assert sent == 7 * 36
 
 
 def test_payload_by_hand():

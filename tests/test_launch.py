@@ -1,4 +1,7 @@
-"""`scripts/launch_tpu.py` against stand-ins for the clouds' programs, which record what they were given."""
+"""`scripts/launch_tpu.py` against stand-ins for the clouds' programs, which record what they were given.
+
+What `local` launches trains in `test_processes.py`.
+"""
 
 import json
 import os
@@ -9,7 +12,6 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from command import Workplace, metrics
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "launch_tpu.py"
@@ -337,35 +339,3 @@ def test_local_dry_run_prints_a_process_for_each_island(launcher: Launcher):
         assert option(words, "--trainer.distributed.num_processes") == "2"
         assert option(words, "--trainer.diloco.ici_islands") == "2"
         assert option(words, "--trainer.id") == "run-1"
-
-
-@pytest.mark.slow
-@pytest.mark.entry
-def test_local_run_trains_on_an_island_per_process(workplace: Workplace):
-    config = workplace.config(
-        "launched",
-        {"sync_period": 2},
-        trainer__num_train_steps=4,
-        trainer__steps_per_eval=4,
-        trainer__max_eval_batches=1,
-    )
-    more = ["--config", str(config), "--run_id", "launched", "--processes", "2", "--devices", "1"]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "local", *more],
-        env={**workplace.environment(), "PYTHONPATH": str(ROOT)},
-        cwd=config.parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    steps = metrics(config.parent)
-    assert sorted(steps) == [0, 1, 2, 3]
-    assert all({"train/loss_island_0", "train/loss_island_1"} <= line.keys() for line in steps.values())
-    assert {step for step, line in steps.items() if "diloco/synced_bytes" in line} == {1, 3}
-    assert not [line for line in netns() if line.startswith("diloco")]
-
-
-def netns() -> list[str]:
-    folder = Path("/run/netns")
-    return [path.name for path in folder.iterdir()] if folder.is_dir() else []

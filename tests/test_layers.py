@@ -27,12 +27,14 @@ LAYERS = {
         "forecast",
         "plan_report",
         "plan",
+        "namespaces",
+        "bench",
     ],
     1: ["memory", "fragments", "layer_partition", "balanced_partition", "partition", "outer"],
     2: ["mesh", "cut", "exchange", "state", "placement", "inner", "sync", "programs", "embedding"],
     3: ["trainer_config", "metrics", "checkpoint", "summary", "json_lines", "trainer", "binding", "tracker"],
     4: ["plugin"],
-    5: ["cli", "main.__init__", "main.train_lm"],
+    5: ["cli", "main.__init__", "main.train_lm", "main.bench_lm"],
 }
 LAYER_OF = {module: layer for layer, modules in LAYERS.items() for module in modules}
 MODULES = sorted(".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py"))
@@ -77,7 +79,7 @@ def test_every_module_has_a_layer():
 def test_own_imports_are_found():
     # The tests below would pass on an empty set.
     assert own_imports("layer_partition") == {"config", "errors", "fragments", "memory"}
-    assert {"fragments", "binding", "trainer_config"} <= own_imports("main.train_lm")
+    assert {"partition", "binding", "trainer_config"} <= own_imports("main.train_lm")
     assert {"config", "json_lines"} <= own_imports("plugin")
 
 
@@ -135,6 +137,12 @@ def test_plan_needs_neither_jax_nor_the_host():
     assert "levanter_diloco.simulate" in loaded
     assert not loaded & {"jax", "levanter", "haliax", "optax", "numpy"}
     assert time.monotonic() - started < 10  # 0.4 s on an idle machine; the host alone takes 15
+
+
+def test_bench_leaves_jax_and_the_host_to_its_processes():
+    loaded = modules_after("import levanter_diloco.bench")
+    assert "levanter_diloco.namespaces" in loaded
+    assert not loaded & {"jax", "levanter", "haliax", "optax", "numpy"}
 
 
 def test_lower_layers_load_without_the_host():
