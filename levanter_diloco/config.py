@@ -21,7 +21,7 @@ PartitionName = Literal["layers", "balanced"]
 
 WireRounding = Literal["nearest", "stochastic"]
 
-OuterMemory = Literal["device", "pinned_host"]
+OuterMemory = Literal["device", "pinned_host", "sharded"]
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,9 @@ class DiLoCoConfig:
     """Islands that share the devices of one mesh slot and run one after another; K is a multiple of it."""
 
     outer_memory: OuterMemory = "device"
-    """Where Theta and the outer optimizer's state lie: `device`, or `pinned_host` memory, from where a sync brings
-    one fragment to the device and an evaluation the outer model."""
+    """Where Theta and the outer optimizer's state lie. `device`; `pinned_host`: host memory, from where a sync brings
+    one fragment to the device and an evaluation the outer model; `sharded`: the optimizer's state spread over islands.
+    """
 
     final_sync: bool = True
     """Whether fragments with unsynced progress sync once more after the last step."""

@@ -68,7 +68,13 @@ class DiLoCoTrainer(Trainer):
         outer_optimizer = diloco.outer.build(outer_steps)
         self.loader = StateLoader(config, self.partition, optimizer, outer_optimizer)
         wire = wire_format(diloco.wire, diloco.wire_block, diloco.wire_rounding == "stochastic")
-        exchange = Exchange(self.device_mesh, self.parameter_axis_mapping, wire, self.schedule.num_pieces)
+        exchange = Exchange(
+            self.device_mesh,
+            self.parameter_axis_mapping,
+            wire,
+            self.schedule.num_pieces,
+            config.placement.sharded,
+        )
         self._sync = Sync(self.partition, outer_optimizer, diloco.mixing_alpha, exchange, config.placement)
         with levanter.tracker.current_tracker(self.tracker):  # else it would start trackers of its own
             self._island_trainer = Trainer(config.island_config, optimizer, loss_fn, add_default_hooks=False)
