@@ -93,31 +93,44 @@ class Cut:
 
 
 def cuts_of(
-    specs: Sequence[PartitionSpec],
-    shapes: Sequence[tuple[int, ...]],
-    split: Sequence[int | None],
-    mesh: Mesh,
-    num_pieces: int,
+    leaves: Sequence[tuple[Axis, ...]], mesh: Mesh, mapping: ResourceMapping, num_pieces: int, sharded: bool
 ) -> Iterator[Cut]:
     """Yields the cuts of a fragment.
 
     Args:
-        specs: The sharding of each leaf, whose leading axis is the islands.
-        shapes: Of each leaf's shard, the islands left out.
-        split: Of each leaf the axis along which it is split into shares, the islands left out; `None` keeps it whole.
+        leaves: Axes of each leaf, the islands left out.
         mesh: The mesh.
+        mapping: Logical to mesh axes.
         num_pieces: In how many pieces the fragment crosses.
+        sharded: Whether leaves are split into shares.
     """
+    specs = [pspec_for_axis(axes, mapping) for axes in leaves]
+    shapes = [_shard_shape(axes, mesh, mapping) for axes in leaves]
     copies = [_copied_over(spec, mesh) for spec in specs]
-    alone = [(i,) for i, axes in enumerate(copies) if not axes]
+    split = [share_axis(axes, mesh, mapping) if sharded else None for axes in leaves]
     kinds = [(axes, along is not None) for axes, along in zip(copies, split, strict=True)]
+    alone = [(i,) for i, axes in enumerate(copies) if not axes]
     joined = [tuple(i for i, own in enumerate(kinds) if own == kind) for kind in sorted({*kinds}) if kind[0]]
-    for leaves in alone + joined:
-        axes = copies[leaves[0]]
-        count = prod(mesh.shape[name] for name in axes)
-        shares = 1 if split[leaves[0]] is None else mesh.shape[ISLAND]
-        along = tuple(split[i] or 0 for i in leaves)
-        yield Cut(leaves, tuple(shapes[i] for i in leaves), axes, count, num_pieces, shares, along)
+    for group in alone + joined:
+        axes, is_split = kinds[group[0]]
+        yield Cut(
+            leaves=group,
+            shapes=tuple(shapes[i] for i in group),
+            copies=axes,
+            num_copies=prod(mesh.shape[name] for name in axes),
+            num_pieces=num_pieces,
+            num_shares=mesh.shape[ISLAND] if is_split else 1,
+            split=tuple(split[i] or 0 for i in group),
+        )
+
+
+def put_all(cuts: list[Cut], shards: list[Array], piece: IntScalar, values: list[Array]) -> list[Array]:
+    """Returns `shards` with a piece of each cut replaced."""
+    out = list(shards)
+    for cut, value in zip(cuts, values, strict=True):
+        for i, x in zip(cut.leaves, cut.put(shards, piece, value), strict=True):
+            out[i] = x
+    return out
 
 
 def share_axis(axes: Sequence[Axis], mesh: Mesh, mapping: ResourceMapping) -> int | None:
@@ -125,7 +138,7 @@ def share_axis(axes: Sequence[Axis], mesh: Mesh, mapping: ResourceMapping) -> in
 
     It is the first whose shard on a device they divide; never the axis `fragment`, along which a fragment is found.
     """
-    shard = NamedSharding(mesh, pspec_for_axis(axes, mapping)).shard_shape(tuple(axis.size for axis in axes))
+    shard = _shard_shape(axes, mesh, mapping)
     fits = (i for i, axis in enumerate(axes) if axis.name != FRAGMENT and shard[i] % mesh.shape[ISLAND] == 0)
     return next(fits, None)
 
@@ -139,7 +152,11 @@ def share_spec(axes: Sequence[Axis], mesh: Mesh, mapping: ResourceMapping) -> Pa
     return PartitionSpec(*spec)
 
 
+def _shard_shape(axes: Sequence[Axis], mesh: Mesh, mapping: ResourceMapping) -> tuple[int, ...]:
+    return NamedSharding(mesh, pspec_for_axis(axes, mapping)).shard_shape(tuple(axis.size for axis in axes))
+
+
 def _copied_over(spec: PartitionSpec, mesh: Mesh) -> tuple[str, ...]:
-    """Mesh axes of more than one device over which an array of this spec is replicated."""
+    """Mesh axes of more than one device, but for the islands', over which an array of this spec is replicated."""
     used = {name for entry in spec if entry is not None for name in ([entry] if isinstance(entry, str) else entry)}
-    return tuple(name for name in mesh.axis_names if name not in used and mesh.shape[name] > 1)
+    return tuple(name for name in mesh.axis_names if name not in {*used, ISLAND} and mesh.shape[name] > 1)

@@ -10,10 +10,10 @@ from haliax.partitioning import ResourceMapping, pspec_for_axis
 from haliax.types import IntScalar
 from haliax.util import is_named_array
 from jax import ShapeDtypeStruct
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from .cut import Cut, cuts_of, share_axis, share_spec
+from .cut import Cut, cuts_of, put_all, share_spec
 from .fragments import Params
 from .outer import ISLAND
 from .wire import Encoded, WireFormat, as_integers, from_integers
@@ -50,8 +50,8 @@ class Exchange:
     """Pieces in which a fragment crosses, one a call."""
 
     sharded: bool = False
-    """Whether the mean is spread over the slots as `cut.share_axis` splits a leaf; one that it cannot split is whole.
-    With `whole`, which puts the shares together, it costs what the mean costs that is not spread."""
+    """Whether every slot gets its share of the mean alone, as `cut.share_axis` splits a leaf, or all of a leaf that
+    cannot be split."""
 
     def mean(
         self,
@@ -72,6 +72,7 @@ class Exchange:
         """
         leaves, treedef = jax.tree.flatten(gradients, is_leaf=is_named_array)
         specs = [pspec_for_axis(leaf.axis_names, self.mapping) for leaf in leaves]
+        cuts = self._cuts(leaves)
         outer_specs = [self._outer_spec(leaf.axes[1:]) for leaf in leaves]
 
         def local(
@@ -81,15 +82,14 @@ class Exchange:
             key: PRNGKeyArray,
             piece: IntScalar,
         ) -> tuple[list[Array], list[Array] | None]:
-            cuts = self._cuts(leaves, self.num_pieces)
             sent = [cut.take(shards, piece) for cut in cuts]
             if lost is not None:
                 sent = [x + cut.take(lost, piece) for cut, x in zip(cuts, sent, strict=True)]
             means, arrived = self._cross(sent, key)
             old = shards if before is None else [x[None] for x in before]
-            mean = [x[0] for x in _put_all([cut.share for cut in cuts], old, piece, [x[None] for x in means])]
+            mean = [x[0] for x in put_all([cut.share for cut in cuts], old, piece, [x[None] for x in means])]
             if lost is not None:
-                lost = _put_all(cuts, lost, piece, [x - own for x, own in zip(sent, arrived, strict=True)])
+                lost = put_all(cuts, lost, piece, [x - own for x, own in zip(sent, arrived, strict=True)])
             return mean, lost
 
         before = None if so_far is None else _arrays(so_far)
@@ -113,47 +113,11 @@ class Exchange:
 
         return Exchanged(named(mean, 1), None if lost is None else named(lost, 0))
 
-    def own(self, outer: Params) -> Params:
-        """Returns each slot's share of a fragment of outer parameters, axes `{...}`; nothing crosses."""
-
-        def own(x: NamedArray) -> NamedArray:
-            where = NamedSharding(self.mesh, self._outer_spec(x.axes))
-            return NamedArray(jax.lax.with_sharding_constraint(x.array, where), x.axes)
-
-        return jax.tree.map(own, outer, is_leaf=is_named_array) if self.sharded else outer
-
-    def whole(self, outer: Params) -> Params:
-        """Returns all of a fragment of which every slot has its share, the inverse of `own`."""
-        if not self.sharded:
-            return outer
-        leaves, treedef = jax.tree.flatten(outer, is_leaf=is_named_array)
-        Slots = Axis(ISLAND, self.mesh.shape[ISLAND])
-        cuts = self._cuts([leaf.broadcast_axis(Slots) for leaf in leaves], 1)
-
-        def local(shares: list[Array]) -> list[Array]:
-            shares = [x[None] for x in shares]
-            for cut in cuts:
-                if cut.num_shares > 1:
-                    gathered = jax.lax.all_gather(cut.share.take(shares, 0), ISLAND, axis=1, tiled=True)
-                    for i, x in zip(cut.leaves, cut.put(shares, 0, gathered), strict=True):
-                        shares[i] = x
-            return [x[0] for x in shares]
-
-        gather = jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=([self._outer_spec(leaf.axes) for leaf in leaves],),
-            out_specs=[pspec_for_axis(leaf.axis_names, self.mapping) for leaf in leaves],
-            check_vma=False,  # it cannot see that the islands agree
-        )
-        arrays = gather(_arrays(outer))
-        return treedef.unflatten([NamedArray(x, leaf.axes) for x, leaf in zip(arrays, leaves, strict=True)])
-
     def payload_bytes(self, gradients: Params) -> int:
         """Bytes that an island hands to the network for one fragment, in all of its pieces.
 
-        Counts every island as one that is apart, whatever devices they share here, and the shares of the new outer
-        parameters that `whole` sends.
+        Counts every island as one that is apart, whatever devices they share here; and, where the mean is spread,
+        the shares of the new outer parameters, in which all of it crosses after the outer step.
 
         Args:
             gradients: As for `mean`; shapes will do.
@@ -163,7 +127,7 @@ class Exchange:
             return sum(leaf.size // leaf.axes[0].size for leaf in leaves) * 4
         num_islands, devices = leaves[0].axes[0].size, self.mesh.size // self.mesh.shape[ISLAND]
         sent = 0
-        for cut in self._cuts(leaves, self.num_pieces):
+        for cut in self._cuts(leaves):
             blocks = self._num_blocks(cut.length, cut.num_shares, num_islands, 1)
             sent += cut.num_shares * blocks * self.wire.block_bytes
             if cut.num_shares > 1 or self._scatters(num_islands, 1):
@@ -175,14 +139,9 @@ class Exchange:
             return share_spec(axes, self.mesh, self.mapping)
         return pspec_for_axis(axes, self.mapping)
 
-    def _cuts(self, leaves: list[NamedArray], num_pieces: int) -> list[Cut]:
-        """The cuts of leaves that lead with the island axis."""
-        specs = [pspec_for_axis(leaf.axis_names, self.mapping) for leaf in leaves]
-        shards = [
-            NamedSharding(self.mesh, spec).shard_shape(x.array.shape) for x, spec in zip(leaves, specs, strict=True)
-        ]
-        split = [share_axis(x.axes[1:], self.mesh, self.mapping) if self.sharded else None for x in leaves]
-        return list(cuts_of(specs, [shard[1:] for shard in shards], split, self.mesh, num_pieces))
+    def _cuts(self, leaves: list[NamedArray]) -> list[Cut]:
+        outer = [leaf.axes[1:] for leaf in leaves]
+        return list(cuts_of(outer, self.mesh, self.mapping, self.num_pieces, self.sharded))
 
     def _cross(self, sent: list[Array], key: PRNGKeyArray) -> tuple[list[Array], list[Array]]:
         """Returns the mean of each vector over all islands, and what this slot's own have become on the wire.
@@ -254,12 +213,3 @@ class Exchange:
 
 def _arrays(tree: Params) -> list[Array]:
     return [x.array for x in jax.tree.leaves(tree, is_leaf=is_named_array)]
-
-
-def _put_all(cuts: list[Cut], shards: list[Array], piece: IntScalar, values: list[Array]) -> list[Array]:
-    """Returns `shards` with a piece of each cut replaced."""
-    out = list(shards)
-    for cut, value in zip(cuts, values, strict=True):
-        for i, x in zip(cut.leaves, cut.put(shards, piece, value), strict=True):
-            out[i] = x
-    return out

@@ -100,9 +100,9 @@ class Sync:
         outer = self._outer(state)
         before = self.partition.take(outer, *place)
         moments = state.opt_state[place.part]
-        own = self.exchange.own(before)
+        own = self.placement.own(before)
         own, mine = outer_step(self.optimizer, take_fragment(moments, place.index), own, gradient)
-        after = self.exchange.whole(own)
+        after = self.placement.whole(own)
         model = eqx.combine(self.partition.put(outer, *place, after), state.model)
         opt_state = {**state.opt_state, place.part: put_fragment(moments, place.index, mine)}
         counts = state.outer_steps.at[self.partition.number(place)].add(1)
