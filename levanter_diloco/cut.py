@@ -73,7 +73,8 @@ class Cut:
         return [self._joined(*part) for part in zip(parts, self.shapes, self.split, strict=True)]
 
     def _flat(self, shards: Sequence[Array]) -> Float[Array, "islands shares copies all_pieces"]:
-        rows = [self._split(shards[i], *leaf) for i, *leaf in zip(self.leaves, self.shapes, self.split, strict=True)]
+        leaves = zip(self.leaves, self.shapes, self.split, strict=True)
+        rows = [self._split(shards[i], shape, axis) for i, shape, axis in leaves]
         flat = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=2)
         padding = self.length * self.num_copies * self.num_pieces - flat.shape[2]
         padded = jnp.pad(flat, ((0, 0), (0, 0), (0, padding)))

@@ -58,8 +58,13 @@ class Placement:
         their island; counts and keys of the whole run are everywhere. Theta and the named arrays of the outer
         optimizer's state lie in `pinned_host` memory if it is asked for. All else is in device memory, frozen leaves
         too: each step reads them. With `sharded`, each slot of the islands has its share of the outer optimizer's
-        state and of what has crossed.
+        state and of what has crossed; an array of which no axis can be split is whole.
+
+        Raises:
+            OptionError: If that is the largest one.
         """
+        if self.sharded:
+            self._check_shares(state.opt_state)
         trainable = tree_leaves_with_path(trainables_only(state.model, state.is_trainable), is_leaf=is_named_array)
         theta = {(MODEL, *path) for path, _ in trainable}
 
@@ -99,6 +104,14 @@ class Placement:
             return [x[0] for x in out]
 
         return self._mapped(whole, outer, self._share, self._all) if self.sharded else outer
+
+    def _check_shares(self, opt_state: PyTree) -> None:
+        arrays = [x for x in jax.tree.leaves(opt_state, is_leaf=is_named_array) if is_named_array(x)]
+        largest = max(arrays, key=lambda x: x.size, default=None)
+        if largest is not None and share_axis(largest.axes, self.mesh, self.mapping) is None:
+            slots, shape = self.mesh.shape[ISLAND], {axis.name: axis.size for axis in largest.axes}
+            rule = f"find an axis of the largest outer moment {shape} that {slots} slots divide on every device"
+            raise option_error("outer_memory", self.outer_memory, rule, "device")
 
     def _mapped(self, fn: Callable, outer: Params, before: Callable, after: Callable) -> Params:
         """Maps `fn` over the devices; a manual map, for a constraint would spread the sharding to what is around."""
