@@ -139,7 +139,7 @@ class DiLoCoTrainer(Trainer):
 
     # pyrefly: ignore[bad-override]
     def run_hooks(self, info: StepInfo[DiLoCoState], force: bool = False) -> None:
-        super().run_hooks(OuterStepInfo(info.state, info.loss, info.step_duration, info._event_handler), force)
+        super().run_hooks(OuterStepInfo(**vars(info)), force)
 
     @functools.cached_property
     # pyrefly: ignore[bad-override]  several programs in the place of one

@@ -1,5 +1,6 @@
 """The outer state in other memory: the same bits, and no more of it on a device than the summary says."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from jax.sharding import NamedSharding
 from levanter.utils.mesh import MeshConfig
 from toy import Toy, entered, run, toy_batch, toy_loss, trainer_config
 
+from levanter_diloco.config import OuterOptimizerConfig
 from levanter_diloco.errors import OptionError
 from levanter_diloco.memory import put_window, take_window
 from levanter_diloco.placement import Placement
@@ -81,10 +83,13 @@ def options(path: Path, memory: str, **block: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [0, 1, 2])
-@pytest.mark.parametrize("partition", ["layers", "balanced"])
-def test_run_takes_the_same_steps_wherever_the_outer_state_lies(partition: str, overlap: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("partition", "num_fragments"), [("layers", 3), ("balanced", 2)])
+def test_run_takes_the_same_steps_wherever_the_outer_state_lies(
+    partition: str, num_fragments: int, overlap: int, tmp_path: Path
+) -> None:
+    block = {"partition": partition, "num_fragments": num_fragments, "overlap_steps": overlap}
     device, *others = (
-        run(options(tmp_path / memory, memory, partition=partition, overlap_steps=overlap), INNER, toy(), BATCHES)
+        run(options(tmp_path / memory, memory, **block), INNER, toy(), BATCHES)
         for memory in ("device", "pinned_host", "sharded")
     )
     assert device[-1].state.outer_steps.min() >= 2
@@ -109,6 +114,25 @@ def test_run_resumes_with_the_outer_state_in_other_memory(before: str, after: st
     assert len(resumed) == 14 - 5
     for ours, theirs in zip(resumed, whole[5:], strict=True):
         assert_bit_equal(ours.state, theirs.state)
+
+
+@dataclass(frozen=True)
+class Clipped(OuterOptimizerConfig):
+    """Not elementwise: what one element becomes depends on all of the fragment."""
+
+    def build(self, outer_steps: int) -> optax.GradientTransformation:
+        return optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.7, momentum=0.9))
+
+
+@pytest.mark.slow
+def test_shares_are_stepped_by_an_optimizer_that_looks_at_the_whole_fragment(tmp_path: Path) -> None:
+    device, sharded = (
+        run(options(tmp_path / memory, memory, outer=Clipped()), INNER, toy(), BATCHES)[-1]
+        for memory in ("device", "sharded")
+    )
+    assert device.metrics["diloco/outer_grad_norm/fragment_1"] > 0.1
+    for a, b in zip(jax.tree.leaves(sharded.state), jax.tree.leaves(device.state), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 @pytest.mark.parametrize("memory", ["device", "pinned_host", "sharded"])
