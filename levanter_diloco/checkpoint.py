@@ -102,6 +102,7 @@ class StateLoader:
                     "islands": "ici_islands x dcn_islands x islands_per_slot",
                     "sequential_layers": "layer_order (1: sequential)",
                     "balanced": "partition (1: balanced)",
+                    "pieces_of_shares": "outer_memory (1: sharded, with overlap_steps above 1)",
                     "island_sharding": "partition (balanced: checksum of how an island shards parameters)",
                 }
                 raise OptionError(

@@ -50,8 +50,8 @@ class Exchange:
     """Pieces in which a fragment crosses, one a call."""
 
     sharded: bool = False
-    """Whether every slot gets its share of the mean alone, as `cut.share_axis` splits a leaf, or all of a leaf that
-    cannot be split."""
+    """Whether every slot gets its share of the mean alone, as `cut.share_axis` splits a leaf, and all of a leaf that
+    it cannot split."""
 
     def mean(
         self,
@@ -130,8 +130,10 @@ class Exchange:
         for cut in self._cuts(leaves):
             blocks = self._num_blocks(cut.length, cut.num_shares, num_islands, 1)
             sent += cut.num_shares * blocks * self.wire.block_bytes
-            if cut.num_shares > 1 or self._scatters(num_islands, 1):
-                sent += cut.num_shares * blocks // num_islands * self.wire.block * 4
+            if cut.num_shares > 1:
+                sent += cut.num_shares * cut.length // num_islands * 4
+            elif self._scatters(num_islands, 1):
+                sent += blocks // num_islands * self.wire.block * 4
         return sent * self.num_pieces * devices
 
     def _outer_spec(self, axes: tuple[Axis, ...]) -> PartitionSpec:

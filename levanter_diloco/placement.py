@@ -16,6 +16,7 @@ from .config import OuterMemory
 from .cut import cuts_of, put_all, share_axis, share_spec
 from .errors import option_error
 from .fragments import Params
+from .memory import LONG
 from .outer import ISLAND
 from .state import DiLoCoState
 
@@ -56,9 +57,9 @@ class Placement:
 
         Named arrays go by their axes. Of the others, those of the islands lead with the island axis and lie on
         their island; counts and keys of the whole run are everywhere. Theta and the named arrays of the outer
-        optimizer's state lie in `pinned_host` memory if it is asked for. All else is in device memory, frozen leaves
-        too: each step reads them. With `sharded`, each slot of the islands has its share of the outer optimizer's
-        state and of what has crossed; an array of which no axis can be split is whole.
+        optimizer's state lie in `pinned_host` memory if it is asked for and they fit. All else is in device memory,
+        frozen leaves too: each step reads them. With `sharded`, each slot of the islands has its share of the outer
+        optimizer's state and of what has crossed; an array of which no axis can be split is whole.
 
         Raises:
             OptionError: If that is the largest one.
@@ -73,8 +74,8 @@ class Placement:
                 return self._on("device", PartitionSpec(*([ISLAND] if path[0] == ISLANDS else [])))
             if self.sharded and path[0] in (OPT_STATE, CROSSED):
                 return self._on("device", self._share(x.axes))
-            hosted = self.outer_memory == "pinned_host" and (path[0] == OPT_STATE or path in theta)
-            return self._on("pinned_host" if hosted else "device", self._all(x.axes))
+            outer = path[0] == OPT_STATE or path in theta
+            return self._on("pinned_host" if outer and self._fits_host(x.axes) else "device", self._all(x.axes))
 
         return [sharding(*item) for item in tree_leaves_with_path(state, is_leaf=is_named_array)]
 
@@ -112,6 +113,19 @@ class Placement:
             slots, shape = self.mesh.shape[ISLAND], {axis.name: axis.size for axis in largest.axes}
             rule = f"find an axis of the largest outer moment {shape} that {slots} slots divide on every device"
             raise option_error("outer_memory", self.outer_memory, rule, "device")
+
+    def _fits_host(self, axes: Sequence[Axis]) -> bool:
+        """Whether an array of the outer state lies in host memory.
+
+        A TPU lays out arrays in tiles of 8 x 128, and XLA takes slices from the host where these are full: not of
+        a stack of vectors, like norms, nor of a few lanes. Such arrays are small and stay on the devices.
+        """
+        if self.outer_memory != "pinned_host" or self.mesh.devices.flat[0].platform != "tpu":
+            return self.outer_memory == "pinned_host"
+        where = NamedSharding(self.mesh, self._all(axes))
+        *outer, rows, lanes = (1, 1, *where.shard_shape(tuple(axis.size for axis in axes)))
+        full = lanes % 128 == 0 or (rows % 128 == 0 and lanes % 8 == 0)
+        return full and (len(outer) > 2 or rows >= LONG)
 
     def _mapped(self, fn: Callable, outer: Params, before: Callable, after: Callable) -> Params:
         """Maps `fn` over the devices; a manual map, for a constraint would spread the sharding to what is around."""

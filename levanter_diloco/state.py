@@ -166,6 +166,8 @@ def schedule_facts(diloco: DiLoCoConfig, partition: Partition, num_islands: int)
         "island_sharding": partition.sharding_checksum,
         "overlap_steps": diloco.overlap_steps,
         "error_feedback": int(diloco.error_feedback),
+        # Pieces of shares hold other elements than pieces of all, so one in flight cannot be completed by the other.
+        "pieces_of_shares": int(diloco.outer_memory == "sharded" and diloco.schedule.num_pieces > 1),
         "sync_period": diloco.sync_period,
     }
 

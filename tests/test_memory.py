@@ -1,5 +1,6 @@
 """The outer state in other memory: the same bits, and no more of it on a device than the summary says."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,14 +50,14 @@ def on_host(x: NamedArray) -> NamedArray:
     return NamedArray(jax.device_put(x.array, where), x.axes)
 
 
-@pytest.mark.parametrize("start", [0, 3, 8, 11, 13, 21])
+@pytest.mark.parametrize("start", [0, 3, 8, 11, 13, 509])
 @pytest.mark.parametrize(
     "axes",
     [
-        (("row", 24), ("embed", 2)),
-        (("layer", 2), ("row", 24)),
-        (("row", 24), ("layer", 2), ("embed", 2)),
-        (("row", 25), ("embed", 2)),
+        (("row", 512), ("embed", 2)),
+        (("layer", 2), ("row", 512)),
+        (("row", 512), ("layer", 2), ("embed", 2)),
+        (("row", 513), ("embed", 2)),
     ],
     ids=["tiles", "along_tiles", "outer", "part_of_a_tile"],
 )
@@ -95,7 +96,8 @@ def test_run_takes_the_same_steps_wherever_the_outer_state_lies(
     assert device[-1].state.outer_steps.min() >= 2
     for theirs, *ours in zip(device, *others, strict=True):
         for step in ours:
-            assert_bit_equal(step.state, theirs.state)
+            # Which half has crossed when a fragment crosses in two depends on how it is cut.
+            assert_bit_equal(*(dataclasses.replace(one.state, crossed=None, schedule={}) for one in (step, theirs)))
             for name in [name for name in theirs.metrics if name.startswith(("train/", "diloco/"))]:
                 # A norm of shares adds up in another order.
                 assert step.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-6), name
@@ -103,17 +105,30 @@ def test_run_takes_the_same_steps_wherever_the_outer_state_lies(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after"), [("device", "pinned_host"), ("pinned_host", "sharded"), ("sharded", "device")]
+    ("before", "after", "overlap"),
+    [("device", "pinned_host", 2), ("pinned_host", "sharded", 1), ("sharded", "device", 1)],
 )
-def test_run_resumes_with_the_outer_state_in_other_memory(before: str, after: str, tmp_path: Path) -> None:
-    # The data ends after 5 steps, with a fragment captured and not yet merged.
-    block = {"overlap_steps": 2, "final_sync": False}
+def test_run_resumes_with_the_outer_state_in_other_memory(
+    before: str, after: str, overlap: int, tmp_path: Path
+) -> None:
+    # The data ends after 4 steps, with a fragment captured and not yet merged.
+    block = {"overlap_steps": overlap, "final_sync": False}
     whole = run(options(tmp_path / "whole", after, **block), INNER, toy(), BATCHES)
-    run(options(tmp_path, before, **block), INNER, toy(), BATCHES[:5])
+    run(options(tmp_path, before, **block), INNER, toy(), BATCHES[:4])
     resumed = run(options(tmp_path, after, **block), INNER, toy(), BATCHES)
-    assert len(resumed) == 14 - 5
-    for ours, theirs in zip(resumed, whole[5:], strict=True):
+    assert len(resumed) == 14 - 4
+    for ours, theirs in zip(resumed, whole[4:], strict=True):
         assert_bit_equal(ours.state, theirs.state)
+
+
+def test_shares_that_have_crossed_in_part_resume_as_shares_alone(tmp_path: Path) -> None:
+    block = {"overlap_steps": 2, "final_sync": False}
+    run(options(tmp_path, "sharded", **block), INNER, toy(), BATCHES[:3])
+    with (
+        entered(options(tmp_path, "device", **block), INNER, toy_loss) as trainer,
+        pytest.raises(OptionError, match=r"outer_memory \(1: sharded, with overlap_steps above 1\) \(0\) .* 1 works"),
+    ):
+        trainer.initial_state(jax.random.PRNGKey(0), model=toy())
 
 
 @dataclass(frozen=True)
@@ -145,7 +160,7 @@ def test_memory_added_is_that_of_the_compiled_program(memory: str, tmp_path: Pat
     # Theta and momentum, 44 bytes each; the optimizer's two counts stay with the devices.
     assert added[1] == (88 if memory == "pinned_host" else 0)
     # Two slots have 16 bytes each of the layers' momentum; the embedding's three numbers cannot be halved.
-    assert sum(added) == 184 - (16 if memory == "sharded" else 0)
+    assert sum(added) == 188 - (16 if memory == "sharded" else 0)
     # What an island has anyway: parameters and two moments of 44 bytes, Adam's count, a key, the step.
     alone = 3 * 44 + 4 + 8 + 4
     # The program takes over the state's memory; on the CPU it does not tell the host's from the devices'.

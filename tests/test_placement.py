@@ -118,21 +118,35 @@ def test_shares_together_are_the_whole_again(name: str):
             np.testing.assert_array_equal(x, outer[leaf].array)
 
 
-def test_reduce_to_shares_and_their_gather_send_what_an_all_reduce_sends():
-    # One leaf of 96 numbers on islands of 2 x 2 devices, which have two copies of it: each sends a quarter, 24
-    # numbers, gets back the sum of its half of them, and later sends and gets that half of the new parameters.
-    name = "2 islands x 2 data x 2 model"
+def between(name: str, wire: str) -> tuple[list[tuple[str, int]], int]:
+    """Collectives between islands of a mean in shares and their gather, and the payload that is counted for them."""
     mesh, gradients = MESHES[name], {"weight": gradients_on(name)["weight"]}
-    exchange = Exchange(mesh, MAPPING, wire_format("f32", 2, False), sharded=True)
+    exchange = Exchange(mesh, MAPPING, wire_format(wire, 4, False), sharded=True)
     placement = Placement(mesh, MAPPING, "sharded")
 
     def sync(gradients: Any) -> Any:
         return placement.whole(exchange.mean(gradients, jax.random.key(0)).mean)
 
     text = jax.jit(sync).lower(gradients).compile().as_text()
-    between = [(one.kind, one.nbytes) for one in collectives(text) if one.crosses(4)]
-    assert between == [("reduce-scatter", 12 * 4), ("all-gather", 24 * 4)]
-    assert exchange.payload_bytes(gradients) == 96 * 4
+    found = [(one.kind, one.nbytes) for one in collectives(text) if one.crosses(4)]
+    return found, exchange.payload_bytes(gradients)
+
+
+def test_reduce_to_shares_and_their_gather_send_what_an_all_reduce_sends():
+    # 96 numbers on an island of 2 x 2 devices, which has two copies of each: a device sends a quarter, 24 numbers,
+    # gets the sum of half of them, sends that half of the new parameters and gets the other.
+    found, payload = between("2 islands x 2 data x 2 model", "f32")
+    assert found == [("reduce-scatter", 12 * 4), ("all-gather", 24 * 4)]
+    assert payload == 96 * 4
+
+
+def test_lossy_wire_sends_shares_of_the_new_parameters_in_f32():
+    # 24 numbers a device: six blocks of 4 codes and a scale, then 12 numbers of 4 bytes.
+    found, payload = between("2 islands x 2 data x 2 model", "int8")
+    assert {kind for kind, _ in found} == {"all-to-all", "all-gather"}
+    assert sum(nbytes for kind, nbytes in found if kind == "all-to-all") == 6 * 8
+    assert [nbytes for kind, nbytes in found if kind == "all-gather"] == [24 * 4]
+    assert payload == 4 * (6 * 8 + 12 * 4)
 
 
 def test_shares_on_one_slot_are_refused():
