@@ -49,11 +49,16 @@ class Sync:
         """Captures one fragment into the state, from where later steps exchange it (V >= 1)."""
         return dataclasses.replace(state, captured={**(state.captured or {}), place.part: self.capture(state, place)})
 
-    def reduce(self, state: DiLoCoState, place: Place, gradients: Params, piece: IntScalar = 0) -> Exchanged:
-        """Returns `Delta`, axes `{...}`, f32, as far as it has crossed. The one exchange between islands."""
+    def reduce(self, state: DiLoCoState, place: Place, gradients: Params, piece: IntScalar | None = None) -> Exchanged:
+        """Returns `Delta`, axes `{...}`, f32, as far as it has crossed. The one exchange between islands.
+
+        Without a piece all of it crosses at once.
+        """
         # A key of its own for each exchange, the same again after a resume.
         key = jax.random.fold_in(jax.random.fold_in(state.training_key, state.step), self.partition.number(place))
         residual = None if state.residual is None else self.partition.take(state.residual, *place)
+        if piece is None:
+            return dataclasses.replace(self.exchange, num_pieces=1).mean(gradients, key, residual=residual)
         so_far = None if state.crossed is None else state.crossed[place.part]
         return self.exchange.mean(gradients, key, piece, so_far, residual)
 
