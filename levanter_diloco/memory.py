@@ -13,10 +13,6 @@ TILE_ROWS = 8
 """A TPU lays out the last two axes of 32-bit numbers in tiles of 8 rows, and copies from the host whole tiles."""
 
 
-LONG = 512
-"""Rows from which on a part of them is worth its tiles; fewer come all."""
-
-
 def on_device(x: NamedArray) -> NamedArray:
     """Returns `x` in device memory."""
     return _in(memory.Space.Device, x)
@@ -56,10 +52,10 @@ def _crosses_by_rows(x: NamedArray, name: str) -> bool:
 def _tiles(x: NamedArray, Window: Axis, start: IntScalar) -> tuple[NamedArray, Axis, IntScalar]:
     """Returns `x` cut into tiles along the window's axis, how many of them hold a window, and the first that does.
 
-    Where its rows are few, do not fill tiles, or lie along a tile's other side, the whole array counts as one.
+    Where its rows do not fill tiles, or lie along a tile's other side, the whole array counts as one.
     """
     size = x.axis_size(Window.name)
-    by_tiles = x.axis_names[-2:-1] == (Window.name,) and size % TILE_ROWS == 0 and size >= LONG
+    by_tiles = x.axis_names[-2:-1] == (Window.name,) and size % TILE_ROWS == 0
     rows = TILE_ROWS if by_tiles else size
     Tiles = Axis(TILE, min(size // rows, (Window.size + 2 * rows - 2) // rows))
     tiled = x.unflatten_axis(Window.name, (Axis(TILE, size // rows), Axis(Window.name, rows)))

@@ -16,11 +16,13 @@ from .config import OuterMemory
 from .cut import cuts_of, put_all, share_axis, share_spec
 from .errors import option_error
 from .fragments import Params
-from .memory import LONG
 from .outer import ISLAND
 from .state import DiLoCoState
 
 MODEL, OPT_STATE, CROSSED, ISLANDS = map(GetAttrKey, ("model", "opt_state", "crossed", "islands"))
+
+VECTORS = 512
+"""Fewer rows of a matrix are a stack of vectors, one a layer."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +125,9 @@ class Placement:
         if self.outer_memory != "pinned_host" or self.mesh.devices.flat[0].platform != "tpu":
             return self.outer_memory == "pinned_host"
         where = NamedSharding(self.mesh, self._all(axes))
-        *outer, rows, lanes = (1, 1, *where.shard_shape(tuple(axis.size for axis in axes)))
+        *_, rows, lanes = (1, 1, *where.shard_shape(tuple(axis.size for axis in axes)))
         full = lanes % 128 == 0 or (rows % 128 == 0 and lanes % 8 == 0)
-        return full and (len(outer) > 2 or rows >= LONG)
+        return full and (len(axes) > 2 or rows >= VECTORS)
 
     def _mapped(self, fn: Callable, outer: Params, before: Callable, after: Callable) -> Params:
         """Maps `fn` over the devices; a manual map, for a constraint would spread the sharding to what is around."""

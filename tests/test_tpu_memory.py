@@ -2,6 +2,7 @@
 
 import os
 import re
+from math import prod
 
 import equinox as eqx
 import haliax as hax
@@ -88,21 +89,18 @@ def test_only_a_fragment_comes_from_host_memory(partition: str, part: str) -> No
         for memory in ("device", "pinned_host")
     )
     theta = 4 * (Vocab.size + Layer.size * Entry.size + Layer.size) * Embed.size // 4  # bytes on one of four chips
-    # Theta and momentum; the windows of `balanced` are a little more than its momentum.
-    assert 2 * theta <= host.host_argument_size_in_bytes < 2.1 * theta
+    # Theta and momentum, but for the norms; the windows of `balanced` are a little more than its momentum.
+    assert 1.99 * theta < host.host_argument_size_in_bytes < 2.03 * theta
     assert host.host_argument_size_in_bytes + host.argument_size_in_bytes == device.argument_size_in_bytes
     assert host.host_alias_size_in_bytes == host.host_argument_size_in_bytes
     assert host.temp_size_in_bytes - device.temp_size_in_bytes < theta / 4
-    print((host.temp_size_in_bytes - device.temp_size_in_bytes) / theta, host.host_argument_size_in_bytes / theta)
-    assert 0
 
 
 @pytest.mark.slow
 def test_shares_cross_once_between_slices() -> None:
-    # A layer has 256 x 512 numbers in four quarters, its norm 512. A chip sends a quarter of them to be added up, then
-    # half a quarter of the new parameters, and a norm's square.
+    # A chip has a quarter of a layer's 256 x 512 numbers and of its norm's 512. It sends these to be added up (the
+    # norm's two shares of 64 fill rows of 128 lanes), and half of as many new parameters.
     block = DiLoCoConfig(num_fragments=33, sync_period=33, outer_memory="sharded")
-    compiled = compiled_sync(block, "layers")
-    sends = re.findall(r"= \((\w+)\[([\d,]*)\].* send\(", compiled.as_text())
-    print(sends)
-    assert 0
+    text = compiled_sync(block, "layers").as_text()
+    sends = [prod(map(int, dims.split(","))) for dims in re.findall(r"= \(f32\[([\d,]*)\].* send\(", text)]
+    assert sorted(sends) == sorted([256 * 128, 2 * 128, 256 * 128 // 2, 128 // 2])
