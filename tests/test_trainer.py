@@ -884,7 +884,8 @@ def test_final_sync_takes_all_of_a_fragment_that_otherwise_crosses_in_pieces(tmp
     ends = []
     for overlap in (0, 2):
         block = {"sync_period": 8, "ici_islands": 2, "overlap_steps": overlap}
-        config = trainer_config(tmp_path / str(overlap), block, num_train_steps=3)
+        mesh = MeshConfig(axes={"data": 1, "model": -1})
+        config = trainer_config(tmp_path / str(overlap), block, num_train_steps=3, mesh=mesh)
         ends.append(run(config, optax.sgd(0.1), model, batches)[-1].state)
     for name, value in ends[0].model.parts().items():
         np.testing.assert_array_equal(ends[1].model.parts()[name], value)
