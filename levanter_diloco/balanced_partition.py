@@ -21,6 +21,7 @@ from haliax.util import is_named_array
 
 from .errors import PATH, OptionError
 from .fragments import FRAGMENT, Params, Partition, check_leaves
+from .memory import put_window, take_window
 from .outer import ISLAND
 
 ROW = "row"
@@ -81,7 +82,7 @@ class BalancedPartition(Partition):
 
         def put(x: NamedArray, value: NamedArray) -> NamedArray:
             seen, window, own, start = self._window(x, index)
-            seen = hax.updated_slice(seen, {ROW: start}, hax.where(own, value, window))
+            seen = put_window(seen, ROW, start, hax.where(own, value, window))
             return hax.named(seen.array.reshape(x.array.shape), x.axes)
 
         return jax.tree.map(put, params, values, is_leaf=is_named_array)
@@ -107,8 +108,7 @@ class BalancedPartition(Partition):
         axes = rows.seen(x.axes)
         seen = hax.named(x.array.reshape([axis.size for axis in axes]), axes)
         Window = Axis(ROW, rows.window)
-        # pyrefly: ignore[bad-argument-type]  haliax allows a traced start, its type does not say so
-        window = hax.slice(seen, ROW, Window, start=rows.start(index))
+        window = take_window(seen, Window, rows.start(index))
         return seen, window, hax.arange(Window) < rows.owned(index), rows.start(index)
 
     def _rows(self, axes: tuple[Axis, ...]) -> "_Rows":

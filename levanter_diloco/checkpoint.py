@@ -22,7 +22,6 @@ from levanter.trainer_state import TrainerState, saveable_training_mask
 from .errors import PATH, OptionError
 from .fragments import Partition
 from .inner import without_island
-from .mesh import state_shardings
 from .schedule import Schedule
 from .state import DiLoCoState, island_state, schedule_facts
 from .trainer_config import DiLoCoTrainerConfig
@@ -107,6 +106,7 @@ class StateLoader:
                     "islands": "ici_islands x dcn_islands x islands_per_slot",
                     "sequential_layers": "layer_order (1: sequential)",
                     "balanced": "partition (1: balanced)",
+                    "pieces_of_shares": "outer_memory (1: sharded, with overlap_steps above 1)",
                     "island_sharding": "partition (balanced: checksum of how an island shards parameters)",
                 }
                 raise OptionError(
@@ -141,8 +141,7 @@ class StateLoader:
     ) -> tuple[PyTree, PyTree, list[NamedSharding]]:
         """What `make` returns, as shapes and the rest, and the shapes' shardings."""
         shapes, static = eqx.partition(eqx.filter_eval_shape(make, *args), lambda x: isinstance(x, ShapeDtypeStruct))
-        where = state_shardings(shapes, self.config.device_mesh, self.config.parameter_axis_mapping)
-        return shapes, static, where
+        return shapes, static, self.config.placement.shardings(shapes)
 
     def _host_state(self, state: DiLoCoState) -> TrainerState:
         """The state of a host trainer with one island's arrays: the structure of a stock checkpoint."""

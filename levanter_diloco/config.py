@@ -21,6 +21,8 @@ PartitionName = Literal["layers", "balanced"]
 
 WireRounding = Literal["nearest", "stochastic"]
 
+OuterMemory = Literal["device", "pinned_host", "sharded"]
+
 
 @dataclass(frozen=True)
 class OuterOptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
@@ -169,6 +171,11 @@ class DiLoCoConfig:
     islands_per_slot: int = 1
     """Islands that share the devices of one mesh slot and run one after another; K is a multiple of it."""
 
+    outer_memory: OuterMemory = "device"
+    """Where Theta and the outer optimizer's state lie. `device`; `pinned_host`: host memory, from where a sync brings
+    one fragment to the device and an evaluation the outer model; `sharded`: the optimizer's state spread over islands.
+    """
+
     final_sync: bool = True
     """Whether fragments with unsynced progress sync once more after the last step."""
 
@@ -190,6 +197,7 @@ class DiLoCoConfig:
     def __post_init__(self) -> None:
         _require_one_of(get_args(LayerOrder), "layer_order", self.layer_order)
         _require_one_of(get_args(PartitionName), "partition", self.partition)
+        _require_one_of(get_args(OuterMemory), "outer_memory", self.outer_memory)
         _require(self.sync_period >= 1, "sync_period", self.sync_period, "be at least 1", 100)
         _require(self.num_fragments >= 1, "num_fragments", self.num_fragments, "be at least 1 (vanilla)", 1)
         _require(0 <= self.mixing_alpha <= 1, "mixing_alpha", self.mixing_alpha, "lie in [0, 1]", 0.5)

@@ -5,15 +5,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from haliax import NamedArray
+from haliax import Axis, NamedArray
 from haliax.partitioning import ResourceMapping, pspec_for_axis
 from haliax.types import IntScalar
 from haliax.util import is_named_array
 from jax import ShapeDtypeStruct
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from .cut import Cut, cuts_of
+from .cut import Cut, cuts_of, put_all, share_spec
 from .fragments import Params
 from .outer import ISLAND
 from .wire import Encoded, WireFormat, as_integers, from_integers
@@ -23,7 +23,7 @@ class Exchanged(NamedTuple):
     """What an exchange leaves behind."""
 
     mean: Params
-    """Delta as far as it has crossed, axes `{...}`, f32, the same bits on every island."""
+    """Delta as far as it has crossed, axes `{...}`, f32, the same bits on every island, or each slot's share of it."""
 
     residual: Params | None
     """What the wire format has lost so far, axes `{diloco, ...}`, f32, each island's own; for error feedback."""
@@ -49,6 +49,10 @@ class Exchange:
     num_pieces: int = 1
     """Pieces in which a fragment crosses, one a call."""
 
+    sharded: bool = False
+    """Whether every slot gets its share of the mean alone, as `cut.share_axis` splits a leaf, and all of a leaf that
+    it cannot split."""
+
     def mean(
         self,
         gradients: Params,
@@ -68,7 +72,8 @@ class Exchange:
         """
         leaves, treedef = jax.tree.flatten(gradients, is_leaf=is_named_array)
         specs = [pspec_for_axis(leaf.axis_names, self.mapping) for leaf in leaves]
-        outer_specs = [PartitionSpec(*spec[1:]) for spec in specs]
+        cuts = self._cuts(leaves)
+        outer_specs = [self._outer_spec(leaf.axes[1:]) for leaf in leaves]
 
         def local(
             shards: list[Array],
@@ -77,15 +82,14 @@ class Exchange:
             key: PRNGKeyArray,
             piece: IntScalar,
         ) -> tuple[list[Array], list[Array] | None]:
-            cuts = list(cuts_of(specs, [shard.shape[1:] for shard in shards], self.mesh, self.num_pieces))
             sent = [cut.take(shards, piece) for cut in cuts]
             if lost is not None:
                 sent = [x + cut.take(lost, piece) for cut, x in zip(cuts, sent, strict=True)]
             means, arrived = self._cross(sent, key)
             old = shards if before is None else [x[None] for x in before]
-            mean = [x[0] for x in _put_all(cuts, old, piece, [x[None] for x in means])]
+            mean = [x[0] for x in put_all([cut.share for cut in cuts], old, piece, [x[None] for x in means])]
             if lost is not None:
-                lost = _put_all(cuts, lost, piece, [x - own for x, own in zip(sent, arrived, strict=True)])
+                lost = put_all(cuts, lost, piece, [x - own for x, own in zip(sent, arrived, strict=True)])
             return mean, lost
 
         before = None if so_far is None else _arrays(so_far)
@@ -112,39 +116,62 @@ class Exchange:
     def payload_bytes(self, gradients: Params) -> int:
         """Bytes that an island hands to the network for one fragment, in all of its pieces.
 
-        Counts every island as one that is apart, whatever devices they share here.
+        Counts every island as one that is apart, whatever devices they share here; and, where the mean is spread,
+        the shares of the new outer parameters, in which all of it crosses after the outer step.
 
         Args:
             gradients: As for `mean`; shapes will do.
         """
         leaves = jax.tree.leaves(gradients, is_leaf=is_named_array)
-        specs = [pspec_for_axis(leaf.axis_names, self.mapping) for leaf in leaves]
         if self.wire.lossless:
             return sum(leaf.size // leaf.axes[0].size for leaf in leaves) * 4
-        shapes = [
-            NamedSharding(self.mesh, spec).shard_shape(x.array.shape)[1:]
-            for x, spec in zip(leaves, specs, strict=True)
-        ]
         num_islands, devices = leaves[0].axes[0].size, self.mesh.size // self.mesh.shape[ISLAND]
         sent = 0
-        for cut in cuts_of(specs, shapes, self.mesh, self.num_pieces):
-            blocks = self._num_blocks(cut.length, num_islands, 1)
-            sent += blocks * self.wire.block_bytes
-            if self._scatters(num_islands, 1):
+        for cut in self._cuts(leaves):
+            blocks = self._num_blocks(cut.length, cut.num_shares, num_islands, 1)
+            sent += cut.num_shares * blocks * self.wire.block_bytes
+            if cut.num_shares > 1:
+                sent += cut.num_shares * cut.length // num_islands * 4
+            elif self._scatters(num_islands, 1):
                 sent += blocks // num_islands * self.wire.block * 4
         return sent * self.num_pieces * devices
 
+    def _outer_spec(self, axes: tuple[Axis, ...]) -> PartitionSpec:
+        if self.sharded:
+            return share_spec(axes, self.mesh, self.mapping)
+        return pspec_for_axis(axes, self.mapping)
+
+    def _cuts(self, leaves: list[NamedArray]) -> list[Cut]:
+        outer = [leaf.axes[1:] for leaf in leaves]
+        return list(cuts_of(outer, self.mesh, self.mapping, self.num_pieces, self.sharded))
+
     def _cross(self, sent: list[Array], key: PRNGKeyArray) -> tuple[list[Array], list[Array]]:
-        """Returns the mean of each vector over all islands, and what this slot's own have become on the wire."""
-        slots = self.mesh.shape[ISLAND]
-        on_slot = len(sent[0])
+        """Returns the mean of each vector over all islands, and what this slot's own have become on the wire.
+
+        Vectors have axes `islands shares length`; of several shares a slot gets its own.
+        """
         if self.wire.lossless:
-            return [jax.lax.psum(x.sum(0), ISLAND) / (slots * on_slot) for x in sent], sent
+            return [self._sum(x.sum(0)) / (len(x) * self.mesh.shape[ISLAND]) for x in sent], sent
         key = jax.random.fold_in(key, jax.lax.axis_index(self.mesh.axis_names))
-        lengths = [x.shape[1] for x in sent]
         encoded = [self._encode(x, jax.random.fold_in(key, i)) for i, x in enumerate(sent)]
-        own = [self.wire.decode(one).reshape(on_slot, -1)[:, :n] for one, n in zip(encoded, lengths, strict=True)]
-        chunks = slots if self._scatters(slots, on_slot) else 1
+        decoded = [self.wire.decode(one).reshape(*x.shape[:2], -1) for one, x in zip(encoded, sent, strict=True)]
+        own = [x[..., : one.shape[2]] for x, one in zip(decoded, sent, strict=True)]
+        means = list(own)
+        for split in (False, True):
+            group = [i for i, x in enumerate(sent) if (x.shape[1] > 1) == split]
+            arrived = self._decoded_means([encoded[i] for i in group], len(sent[0]), split) if group else []
+            for i, mean in zip(group, arrived, strict=True):
+                means[i] = mean[None, : sent[i].shape[2]]
+        return means, own
+
+    def _sum(self, x: Float[Array, "shares length"]) -> Float[Array, "1 length"]:
+        if len(x) == 1:
+            return jax.lax.psum(x, ISLAND)
+        return jax.lax.psum_scatter(x, ISLAND, tiled=True)
+
+    def _decoded_means(self, encoded: list[Encoded], on_slot: int, split: bool) -> list[Array]:
+        slots = self.mesh.shape[ISLAND]
+        chunks = slots if split or self._scatters(slots, on_slot) else 1
 
         def chunked(x: Array) -> Array:
             return x.reshape(on_slot, chunks, -1, *x.shape[1:]).swapaxes(0, 1).reshape(chunks, -1, *x.shape[1:])
@@ -158,21 +185,23 @@ class Exchange:
         shapes = jax.tree.map(lambda x: ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
         islands = jax.vmap(lambda row: [self.wire.decode(one) for one in from_integers(row, shapes)])(payload)
         means = [x.reshape(slots * on_slot, -1).mean(0) for x in islands]
-        if chunks > 1:
+        if chunks > 1 and not split:
             whole = jax.lax.all_gather(jnp.concatenate(means), ISLAND)
             ends = [sum(len(mean) for mean in means[: i + 1]) for i in range(len(means))]
             means = [part.reshape(-1) for part in jnp.split(whole, ends[:-1], axis=1)]
-        return [mean[:n] for mean, n in zip(means, lengths, strict=True)], own
+        return means
 
-    def _encode(self, x: Float[Array, "islands length"], key: PRNGKeyArray) -> Encoded:
+    def _encode(self, x: Float[Array, "islands shares length"], key: PRNGKeyArray) -> Encoded:
+        on_slot, shares, length = x.shape
         block = self.wire.block
-        blocks = self._num_blocks(x.shape[1], self.mesh.shape[ISLAND], len(x))
-        padded = jnp.pad(x, ((0, 0), (0, blocks * block - x.shape[1])))
+        blocks = self._num_blocks(length, shares, self.mesh.shape[ISLAND], on_slot)
+        padded = jnp.pad(x, ((0, 0), (0, 0), (0, blocks * block - length)))
         return self.wire.encode(padded.reshape(-1, block), key)
 
-    def _num_blocks(self, length: int, slots: int, on_slot: int) -> int:
+    def _num_blocks(self, length: int, shares: int, slots: int, on_slot: int) -> int:
+        """Blocks of a share of `length` elements; where there is but one, they are scattered themselves."""
         blocks = -(-length // self.wire.block)
-        return -(-blocks // slots) * slots if self._scatters(slots, on_slot) else blocks
+        return -(-blocks // slots) * slots if shares == 1 and self._scatters(slots, on_slot) else blocks
 
     def _scatters(self, slots: int, on_slot: int) -> bool:
         """Whether every slot adds up a share of the blocks and hands out the mean, instead of all of everything.
@@ -186,12 +215,3 @@ class Exchange:
 
 def _arrays(tree: Params) -> list[Array]:
     return [x.array for x in jax.tree.leaves(tree, is_leaf=is_named_array)]
-
-
-def _put_all(cuts: list[Cut], shards: list[Array], piece: IntScalar, values: list[Array]) -> list[Array]:
-    """Returns `shards` with a piece of each cut replaced."""
-    out = list(shards)
-    for cut, value in zip(cuts, values, strict=True):
-        for i, x in zip(cut.leaves, cut.put(shards, piece, value), strict=True):
-            out[i] = x
-    return out

@@ -4,7 +4,6 @@ import abc
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import haliax as hax
 import jax
 from haliax import Axis, NamedArray
 from haliax.types import IntScalar
@@ -13,6 +12,7 @@ from jax.tree_util import keystr
 from jaxtyping import PyTree
 
 from .errors import ModelError
+from .memory import put_window, take_window
 
 FRAGMENT = "fragment"
 
@@ -33,6 +33,7 @@ class Partition(abc.ABC):
 
     Fragments of one shape form a part, and a fragment is found by its part and its index there, which may
     be traced: one program serves a part. All methods work on parameters with and without an island axis.
+    Parameters may lie in host memory: what is taken comes to the device, what is put goes where they lie.
     """
 
     num_fragments: int
@@ -110,8 +111,7 @@ def take_fragment[T: PyTree](tree: T, index: IntScalar) -> T:
     def take(x: PyTree) -> PyTree:
         if not is_named_array(x):
             return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
-        # pyrefly: ignore[bad-argument-type]  haliax allows a traced start, its type does not say so
-        return hax.slice(x, FRAGMENT, start=index, length=1)[FRAGMENT, 0]
+        return take_window(x, Axis(FRAGMENT, 1), index)[FRAGMENT, 0]
 
     return jax.lax.optimization_barrier(jax.tree.map(take, tree, is_leaf=is_named_array))
 
@@ -122,6 +122,6 @@ def put_fragment[T: PyTree](tree: T, index: IntScalar, values: T) -> T:
     def put(x: PyTree, value: PyTree) -> PyTree:
         if not is_named_array(x):
             return jax.lax.dynamic_update_index_in_dim(x, value, index, axis=0)
-        return hax.updated_slice(x, {FRAGMENT: index}, value.broadcast_axis(Axis(FRAGMENT, 1)))
+        return put_window(x, FRAGMENT, index, value.broadcast_axis(Axis(FRAGMENT, 1)))
 
     return jax.tree.map(put, tree, values, is_leaf=is_named_array)

@@ -192,7 +192,7 @@ def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
             devices = devices.transpose([int(n) for n in match[3].split(",")])
         return tuple(map(tuple, devices.reshape(shape).tolist()))
     if match := re.search(
-        r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}, (?:use_global|to_apply|dimensions|channel)", rest
+        r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}, (?:use_global|to_apply|dimensions|channel|metadata)", rest
     ):
         axes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
         inside = re.fullmatch(r"'\w+'(?:, ?'\w+')*", match[2]) and re.findall(r"'(\w+)'", match[2])

@@ -17,7 +17,7 @@ from levanter.trainer_state import trainables_only
 from .attention import splash_inside_islands
 from .embedding import gathered_lookups
 from .outer import ISLAND
-from .state import DiLoCoState, Islands, island_state
+from .state import DiLoCoState, Islands, frozen_only, island_state
 
 
 class InnerReport(NamedTuple):
@@ -38,14 +38,14 @@ def inner_step(
 
     Args:
         trainer: A host trainer for one island: its batch, its mesh axes, the run's hooks.
-        state: Its `model` gives the frozen leaves and the model's structure.
+        state: Its `model` gives the frozen leaves; Theta is not looked at.
         batch: The arguments and keyword arguments of the loss, with a batch axis over `diloco`; island k
             gets rows `[kB/K, (k+1)B/K)`.
         islands_per_slot: Islands on one slot of the mesh axis; they run one after another.
         hooks: Whether to run the jit hooks.
     """
     Batch = str(trainer.config.batch_axis_name)  # the options are refused where it is None
-    arrays, static = eqx.partition(state.model, eqx.is_array)
+    arrays, static = eqx.partition(frozen_only(state.model, state.is_trainable), eqx.is_array)
 
     def island_step(island: Islands, model: PyTree, step: IntScalar, batch: PyTree) -> tuple[Islands, InnerReport]:
         host = island_state(state, island, eqx.combine(model, static), trainer.optimizer, step)

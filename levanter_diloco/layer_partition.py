@@ -16,6 +16,7 @@ from haliax.util import is_named_array
 from .config import LayerOrder
 from .errors import PATH, ModelError, OptionError
 from .fragments import FRAGMENT, Params, Partition, check_leaves, put_fragment, take_fragment
+from .memory import beside, on_device
 
 ROW = "row"
 REST, LAYERS = "rest", "layers"
@@ -47,14 +48,16 @@ class LayerPartition(Partition):
 
     def take(self, params: Params, part: str, index: IntScalar) -> Params:
         held = self._held(params, part)
-        return held if part == REST else take_fragment(held, index)
+        if part == REST:
+            return jax.tree.map(on_device, held, is_leaf=is_named_array)
+        return take_fragment(held, index)
 
     def put(self, params: Params, part: str, index: IntScalar, values: Params) -> Params:
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_named_array)
 
         def put_leaf(x: NamedArray, axis: Axis | None, value: NamedArray | None) -> NamedArray:
             if value is None or axis is None:
-                return x if value is None else value
+                return x if value is None else beside(value, x)
             layers = put_fragment(self._unflatten(x, axis), index, value)
             return layers.flatten_axes(self._axes(axis), axis)
 

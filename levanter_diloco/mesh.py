@@ -6,11 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from haliax.partitioning import ResourceMapping, pspec_for_axis
-from haliax.util import is_named_array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import GetAttrKey, tree_leaves_with_path
-from jaxtyping import PyTree
+from jax.sharding import Mesh
 from levanter.utils.mesh import DEFAULT_DCN_AXIS_SPEC, DEFAULT_ICI_AXIS_SPEC, MeshConfig, create_mesh_from_axis_specs
 
 from .config import DiLoCoConfig
@@ -95,21 +91,6 @@ def island_mesh(mesh: MeshConfig, layout: IslandLayout, num_devices: int, num_sl
     order = [host_mesh.axis_names.index(name) for name in (DCN_ISLAND, ISLAND, *names)]
     devices = host_mesh.devices.transpose(order)
     return Mesh(devices.reshape(layout.num_slots, *devices.shape[2:]), (ISLAND, *names))
-
-
-def state_shardings(state: PyTree, mesh: Mesh, mapping: ResourceMapping) -> list[NamedSharding]:
-    """Returns the canonical sharding of every array of a `DiLoCoState`, in flattening order.
-
-    Named arrays go by their axes. Of the others, those of the islands lead with the island axis and lie on
-    their island; counts and keys of the whole run are everywhere.
-    """
-
-    def sharding(path: tuple, x: PyTree) -> NamedSharding:
-        if is_named_array(x):
-            return NamedSharding(mesh, pspec_for_axis(x.axis_names, mapping))
-        return NamedSharding(mesh, PartitionSpec(*([ISLAND] if path[0] == GetAttrKey("islands") else [])))
-
-    return [sharding(*item) for item in tree_leaves_with_path(state, is_leaf=is_named_array)]
 
 
 def _agreed(option: str, value: int | None, path: str, axes: Mapping[str, int], default: int) -> int:

@@ -24,7 +24,6 @@ from levanter.trainer import Trainer
 
 from .fragments import Place
 from .inner import InnerReport, inner_step
-from .mesh import state_shardings
 from .outer import ISLAND
 from .schedule import Crossing, Schedule
 from .state import DiLoCoState
@@ -65,8 +64,8 @@ class Programs:
         self._islands_per_slot = islands_per_slot
         arrays, self._static = eqx.partition(state, _is_array)
         self._treedef = jax.tree.structure(arrays)
-        mesh, self._mapping = sync.exchange.mesh, sync.exchange.mapping
-        self._state_shardings = state_shardings(arrays, mesh, self._mapping)
+        mesh, self._mapping = sync.placement.mesh, sync.placement.mapping
+        self._state_shardings = sync.placement.shardings(arrays)
         everywhere, own = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((), (ISLAND,)))
         self._inner_shardings, self._sync_shardings = (
             InnerReport(own, own, own),

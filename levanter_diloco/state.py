@@ -11,7 +11,10 @@ from haliax import Axis
 from haliax.types import IntScalar
 from haliax.util import is_named_array
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
-from levanter.trainer_state import TrainerState, trainables_only
+from levanter.callbacks import StepInfo
+from levanter.trainer_state import TrainerState, make_floating_point_trainable_filter, trainables_only
+from levanter.utils.jax_utils import move_tree_to_memory_kind
+from levanter.utils.tree_utils import inference_mode
 
 from .config import DiLoCoConfig
 from .fragments import FRAGMENT, Params, Partition
@@ -59,6 +62,15 @@ class DiLoCoState(TrainerState):
 
     schedule: dict[str, Int[Array, ""]]
     """The options that a resumed run must share, by name, with `islands` for K."""
+
+    @property
+    def model_on_devices(self) -> PyTree:
+        """The outer model in device memory, for as long as it is held."""
+        return move_tree_to_memory_kind(self.model, memory_kind="device")
+
+    @property
+    def eval_model(self) -> PyTree:
+        return inference_mode(self.model_on_devices, True)
 
     @classmethod
     def of(
@@ -109,6 +121,12 @@ class DiLoCoState(TrainerState):
         )
 
 
+class OuterStepInfo(StepInfo[DiLoCoState]):
+    """What hooks see of a step: the outer model in device memory, wherever the state keeps it."""
+
+    model = property(lambda self: self.state.model_on_devices)
+
+
 def island_state(
     state: DiLoCoState, island: Islands, model: PyTree, optimizer: optax.GradientTransformation, step: IntScalar
 ) -> TrainerState:
@@ -123,7 +141,7 @@ def island_state(
     """
     return TrainerState(
         step=step,
-        model=eqx.combine(island.params, model),
+        model=eqx.combine(island.params, model, is_leaf=is_named_array),
         optimizer=optimizer,
         opt_state=island.opt_state,
         training_key=island.key,
@@ -131,6 +149,11 @@ def island_state(
         mp=state.mp,
         model_averaging=None,  # pyrefly: ignore[bad-argument-type]  optional in the host, its type forgets it
     )
+
+
+def frozen_only(model: PyTree, is_trainable: PyTree) -> PyTree:
+    """Returns `model` with `None` in place of every trainable leaf: what `trainables_only` leaves out."""
+    return eqx.filter(model, make_floating_point_trainable_filter(is_trainable), inverse=True, is_leaf=is_named_array)
 
 
 def schedule_facts(diloco: DiLoCoConfig, partition: Partition, num_islands: int) -> dict[str, int]:
@@ -143,6 +166,8 @@ def schedule_facts(diloco: DiLoCoConfig, partition: Partition, num_islands: int)
         "island_sharding": partition.sharding_checksum,
         "overlap_steps": diloco.overlap_steps,
         "error_feedback": int(diloco.error_feedback),
+        # Pieces of shares hold other elements than pieces of all, so one in flight cannot be completed by the other.
+        "pieces_of_shares": int(diloco.outer_memory == "sharded" and diloco.schedule.num_pieces > 1),
         "sync_period": diloco.sync_period,
     }
 

@@ -13,7 +13,7 @@ from levanter.trainer_state import trainables_only
 
 from .errors import PATH
 from .fragments import Params, Partition, Place
-from .state import DiLoCoState
+from .state import DiLoCoState, frozen_only
 from .sync import Sync
 from .trainer_config import DiLoCoTrainerConfig
 
@@ -69,10 +69,8 @@ def announce(
         "bytes_per_sync": max(traffic.by_fragment),
         "bytes_per_period": sum(traffic.by_fragment),
         "data_parallel_bytes_per_period": traffic.data_parallel * schedule.effective_period,
-        "memory_added_per_device": _device_bytes(
-            (outer, state.opt_state, state.captured, state.crossed, state.residual)
-        )
-        + _device_bytes(state.islands) * (layout.per_slot - 1) // layout.per_slot,
+        "memory_added_per_device": _memory_added(state, layout.per_slot, "device"),
+        "host_memory_added_per_device": _memory_added(state, layout.per_slot, "pinned_host"),
     }
     for line in _lines(config, partition, outer, traffic, figures):
         logger.info(line)
@@ -150,12 +148,22 @@ def _lines(
     else:
         yield f"  an island sends up to {sync} a sync, {period} a period; data parallel {parallel}, {saved:.1f}x that"
     memory = format_size(figures["memory_added_per_device"], binary=True)
+    if on_host := figures["host_memory_added_per_device"]:
+        memory += f", and {format_size(on_host, binary=True)} of the host's"
     yield (
         f"  memory added per device: {memory} (outer parameters and optimizer state, captured fragments, and all but "
         "one of the islands that share it)"
     )
 
 
-def _device_bytes(tree: PyTree) -> int:
-    """Bytes of `tree` on one device."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+def _memory_added(state: DiLoCoState, islands_per_slot: int, memory: str) -> int:
+    """Bytes of `state` in one device's share of `memory`, less those of one island that trains by itself."""
+    frozen = eqx.filter(frozen_only(state.model, state.is_trainable), eqx.is_array)
+    one_island = _bytes_in(memory, state.islands) // islands_per_slot + _bytes_in(memory, (frozen, state.step))
+    return _bytes_in(memory, eqx.filter(state, eqx.is_array)) - one_island
+
+
+def _bytes_in(memory: str, tree: PyTree) -> int:
+    """Bytes that one device holds of those arrays of `tree` that lie in `memory`."""
+    held = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind == memory]
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in held)

@@ -16,6 +16,7 @@ from levanter.trainer_state import trainables_only
 from .exchange import Exchange, Exchanged
 from .fragments import Params, Partition, Place, put_fragment, take_fragment
 from .outer import ISLAND, island_gradients, merge, norm, outer_step
+from .placement import Placement
 from .state import DiLoCoState
 
 
@@ -37,6 +38,7 @@ class Sync:
     optimizer: optax.GradientTransformation
     mixing_alpha: float
     exchange: Exchange
+    placement: Placement
 
     def capture(self, state: DiLoCoState, place: Place) -> Params:
         """Returns `Delta_k` of one fragment, axes `{diloco, ...}`, f32, each on its own island."""
@@ -47,11 +49,16 @@ class Sync:
         """Captures one fragment into the state, from where later steps exchange it (V >= 1)."""
         return dataclasses.replace(state, captured={**(state.captured or {}), place.part: self.capture(state, place)})
 
-    def reduce(self, state: DiLoCoState, place: Place, gradients: Params, piece: IntScalar = 0) -> Exchanged:
-        """Returns `Delta`, axes `{...}`, f32, as far as it has crossed. The one exchange between islands."""
+    def reduce(self, state: DiLoCoState, place: Place, gradients: Params, piece: IntScalar | None = None) -> Exchanged:
+        """Returns `Delta`, axes `{...}`, f32, as far as it has crossed. The one exchange between islands.
+
+        Without a piece all of it crosses at once.
+        """
         # A key of its own for each exchange, the same again after a resume.
         key = jax.random.fold_in(jax.random.fold_in(state.training_key, state.step), self.partition.number(place))
         residual = None if state.residual is None else self.partition.take(state.residual, *place)
+        if piece is None:
+            return dataclasses.replace(self.exchange, num_pieces=1).mean(gradients, key, residual=residual)
         so_far = None if state.crossed is None else state.crossed[place.part]
         return self.exchange.mean(gradients, key, piece, so_far, residual)
 
@@ -98,7 +105,9 @@ class Sync:
         outer = self._outer(state)
         before = self.partition.take(outer, *place)
         moments = state.opt_state[place.part]
-        after, mine = outer_step(self.optimizer, take_fragment(moments, place.index), before, gradient)
+        own = self.placement.own(before)
+        own, mine = outer_step(self.optimizer, take_fragment(moments, place.index), own, gradient)
+        after = self.placement.whole(own)
         model = eqx.combine(self.partition.put(outer, *place, after), state.model)
         opt_state = {**state.opt_state, place.part: put_fragment(moments, place.index, mine)}
         counts = state.outer_steps.at[self.partition.number(place)].add(1)

@@ -31,7 +31,7 @@ from .metrics import (
 )
 from .partition import build_partition
 from .programs import Programs
-from .state import DiLoCoState
+from .state import DiLoCoState, OuterStepInfo
 from .summary import Traffic, announce, farewell
 from .sync import Sync
 from .tracker import Board, IslandTracker
@@ -68,8 +68,14 @@ class DiLoCoTrainer(Trainer):
         outer_optimizer = diloco.outer.build(outer_steps)
         self.loader = StateLoader(config, self.partition, optimizer, outer_optimizer)
         wire = wire_format(diloco.wire, diloco.wire_block, diloco.wire_rounding == "stochastic")
-        exchange = Exchange(self.device_mesh, self.parameter_axis_mapping, wire, self.schedule.num_pieces)
-        self.sync = Sync(self.partition, outer_optimizer, diloco.mixing_alpha, exchange)
+        exchange = Exchange(
+            self.device_mesh,
+            self.parameter_axis_mapping,
+            wire,
+            self.schedule.num_pieces,
+            config.placement.sharded,
+        )
+        self.sync = Sync(self.partition, outer_optimizer, diloco.mixing_alpha, exchange, config.placement)
         with levanter.tracker.current_tracker(self.tracker):  # else it would start trackers of its own
             self._island_trainer = Trainer(config.island_config, optimizer, loss_fn, add_default_hooks=False)
         self._island_trainer.hooks = self.hooks
@@ -130,6 +136,10 @@ class DiLoCoTrainer(Trainer):
             # The data ended early, so no step knew that it was the last. The host's closing hooks come next.
             logger.info("The data ended at step %d: final sync.", info.next_step)
             info.state = self._settle(info.state, StepRecord({}, {}, 0))
+
+    # pyrefly: ignore[bad-override]
+    def run_hooks(self, info: StepInfo[DiLoCoState], force: bool = False) -> None:
+        super().run_hooks(OuterStepInfo(**vars(info)), force)
 
     @functools.cached_property
     # pyrefly: ignore[bad-override]  several programs in the place of one

@@ -16,6 +16,7 @@ from .config import DiLoCoConfig
 from .errors import PATH, OptionError
 from .mesh import IslandLayout, island_mesh, resolve_islands
 from .outer import ISLAND
+from .placement import Placement
 
 
 @dataclass
@@ -74,6 +75,11 @@ class DiLoCoTrainerConfig(TrainerConfig):
             sizes[logical] = math.prod(self.device_mesh.shape[name] for name in names)
         return {logical: size for logical, size in sizes.items() if size > 1}
 
+    @property
+    def placement(self) -> Placement:
+        """Where the arrays of the run's state lie."""
+        return Placement(self.device_mesh, self.parameter_axis_mapping, self.diloco.outer_memory)
+
     @cached_property
     def island_config(self) -> "IslandTrainerConfig":
         """Options of the host trainer that one island runs; set by validation, from the options as written."""
@@ -82,6 +88,7 @@ class DiLoCoTrainerConfig(TrainerConfig):
     def _validate_and_set_defaults(self) -> None:
         if self.diloco.enabled:
             self._refuse_what_islands_cannot_do()
+            self.placement.check()
             # Any: the fields' own types
             options: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
             options["train_batch_size"] = self._island_batch_size()

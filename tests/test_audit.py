@@ -31,7 +31,7 @@ CASES = {
 def audits(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
     """V, the audits of the step programs by name, and the traffic by count of parameters."""
     options = config(tmp_path_factory.mktemp("abroad"), request.param)
-    with run_on(tpu_devices(TPU, 2), options, VOCAB_SIZE) as run:
+    with run_on(tpu_devices(TPU, 2), options, 4 * VOCAB_SIZE) as run:
         found = {
             program.name: Audit.of(program.trace().lower().compile(), TPU.devices)
             for program in run.programs

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import pytest
+from levanter.callbacks import StepInfo
 from levanter.trainer import Trainer, TrainerConfig
 
 
@@ -40,6 +41,7 @@ def function(path: str) -> Callable:
         ("levanter.trainer:Trainer._maybe_save_jaxpr", "self name fn args kwargs"),
         ("levanter.trainer:Trainer.initial_state", "self training_key model model_init is_trainable"),
         ("levanter.trainer:Trainer.train", "self state train_loader"),
+        ("levanter.trainer:Trainer.run_hooks", "self info force"),
         ("levanter.trainer:Trainer.training_steps", "self state train_loader"),
         ("levanter.trainer:Trainer.train_step", "self state batch batch_kwargs"),
         ("levanter.trainer:Trainer.checkpoint_load_plan", "self"),
@@ -60,6 +62,9 @@ def function(path: str) -> Callable:
             "cls optimizer model args key is_trainable mp quantization model_averaging kwargs",
         ),
         ("levanter.trainer_state:trainables_only", "model filter"),
+        ("levanter.trainer_state:make_floating_point_trainable_filter", "is_trainable"),
+        ("levanter.utils.jax_utils:move_tree_to_memory_kind", "tree memory_kind"),
+        ("levanter.utils.tree_utils:inference_mode", "tree value none_policy"),
         ("levanter.trainer_state:saveable_training_mask", "trainer_state is_trainable_param"),
         ("levanter.checkpoint:Checkpointer.on_step", "self tree step force"),
         ("levanter.checkpoint:Checkpointer._get_current_step_save_interval", "self step"),
@@ -144,6 +149,11 @@ def test_fields_are_those_we_fill_in(path: str, fields: str) -> None:
 def test_fields_include_those_we_read(path: str, names: str) -> None:
     missing = set(names.split()) - {field.name for field in dataclasses.fields(named(path))}
     assert not missing, f"{path} has no {', '.join(sorted(missing))}"
+
+
+@pytest.mark.parametrize("name", ["model", "eval_model"])
+def test_hooks_read_the_model_through_a_property(name: str) -> None:
+    assert isinstance(inspect.getattr_static(StepInfo, name), property)
 
 
 @pytest.mark.parametrize("name", ["Trainer", "load_checkpoint"])

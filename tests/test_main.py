@@ -227,6 +227,24 @@ def test_export_is_the_outer_model(full: Finished) -> None:
     assert_exported(exported(folder), arrays(checkpoint(full.folder, 13), "model/"))
 
 
+def test_outer_model_in_host_memory_is_evaluated_saved_and_exported_alike(
+    workplace: Workplace, full: Finished
+) -> None:
+    hf = str(workplace.root / "host_memory" / "hf")
+    block = {**STREAMING, "outer_memory": "pinned_host"}
+    config = workplace.config("host_memory", block, hf_save_path=hf, log_entropy=True, trainer__watch={})
+    hosted = workplace.run(COMMAND, config).succeeded()
+    assert hosted.stdout.splitlines()[:2] == full.stdout.splitlines()[:2]
+    for step, line in metrics(full.folder).items():
+        for name in line:
+            if name.startswith(("train/", "eval/loss", "eval/topics/", "analysis/", "diloco/", "params/")):
+                assert metrics(hosted.folder)[step][name] == line[name], (step, name)
+    last = checkpoint(hosted.folder, 13)
+    assert_same(arrays(last), arrays(checkpoint(full.folder, 13)))
+    assert_exported(exported(next(Path(hf).rglob("step-13"))), arrays(last, "model/"))
+    assert summary(hosted.folder)["diloco/host_memory_added_per_device"] > 0
+
+
 def test_yaml_without_the_block_is_stock_levanter(workplace: Workplace, stock: Finished) -> None:
     changes = {"trainer__num_train_steps": 4, "trainer__steps_per_eval": 2}
     ours = workplace.run(COMMAND, workplace.config("no_block", None, **changes)).succeeded()

@@ -21,7 +21,7 @@ from levanter.utils.mesh import MeshConfig
 from toy import Toy, trainer_config
 
 from levanter_diloco.config import DiLoCoConfig
-from levanter_diloco.mesh import IslandLayout, island_mesh, resolve_islands, state_shardings
+from levanter_diloco.mesh import IslandLayout, island_mesh, resolve_islands
 from levanter_diloco.partition import build_partition
 from levanter_diloco.state import DiLoCoState
 
@@ -308,7 +308,7 @@ def test_sharding_of_the_state_follows_its_axes(tmp_path: Path):
     host = TrainerState.init(optax.adam(0.1), model, key=jax.random.PRNGKey(0), is_trainable=True)
     state = DiLoCoState.of(host, config.diloco, build_partition(config.diloco, {}), 2, optax.sgd(0.7, momentum=0.9))
     state = eqx.filter(state, eqx.is_array)
-    shardings = state_shardings(state, config.device_mesh, config.parameter_axis_mapping)
+    shardings = config.placement.shardings(state)
     paths = [path for path, _ in tree_leaves_with_path(state, is_leaf=is_named_array)]
     specs = {keystr(path): sharding.spec for path, sharding in zip(paths, shardings, strict=True)}
     outer, own = PartitionSpec("data", None), PartitionSpec("diloco")

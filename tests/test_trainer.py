@@ -874,3 +874,19 @@ def test_metrics_of_the_loss_function_are_means_over_islands(tmp_path: Path) -> 
     config = config_of(tmp_path, {"sync_period": 9, "ici_islands": 2}, mesh=mesh(), num_train_steps=1)
     [step] = run(config, SGD, toy(), [toy_batch(np.arange(8.0)[:, None] * np.ones(3), np.zeros((8, 2, 4)))], loss)
     assert step.metrics["train/first_target"] == pytest.approx(3.5)
+
+
+def test_final_sync_takes_all_of_a_fragment_that_otherwise_crosses_in_pieces(tmp_path: Path) -> None:
+    # Nothing syncs in 3 steps but at their end, where overlap has no step left to hide in.
+    model = Toy.of(np.arange(3.0), np.arange(8.0).reshape(2, 4))
+    random = np.random.default_rng(0)
+    batches = [toy_batch(random.normal(size=(8, 3)), random.normal(size=(8, 2, 4))) for _ in range(3)]
+    ends = []
+    for overlap in (0, 2):
+        block = {"sync_period": 8, "ici_islands": 2, "overlap_steps": overlap}
+        mesh = MeshConfig(axes={"data": 1, "model": -1})
+        config = trainer_config(tmp_path / str(overlap), block, num_train_steps=3, mesh=mesh)
+        ends.append(run(config, optax.sgd(0.1), model, batches)[-1].state)
+    for name, value in ends[0].model.parts().items():
+        np.testing.assert_array_equal(ends[1].model.parts()[name], value)
+        assert not np.array_equal(value, model.parts()[name])
