@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 import equinox as eqx
 import haliax as hax
 import jax
-import jax.numpy as jnp
 import numpy as np
 from haliax.tree_util import hashable_combine, hashable_partition
 from haliax.types import IntScalar
@@ -106,7 +105,7 @@ class Programs:
             for kind in KINDS_OF_OVERLAP if overlaps else ():
                 program = self._sync_program(kind, part)
                 yield StepProgram(
-                    f"{kind} {part}", count, None, partial(program.trace, self._leaves(state), jnp.int32(0))
+                    f"{kind} {part}", count, None, partial(program.trace, self._leaves(state), np.int32(0))
                 )
             fragment += count
 
@@ -133,9 +132,10 @@ class Programs:
         arrays, static = hashable_partition(batch, _is_array)
         return self._step_program(part, last, hooks), self._leaves(state), arrays, index, np.int32(piece), static
 
-    def _place(self, fragment: int) -> Place:
+    def _place(self, fragment: int) -> tuple[str, np.int32]:
+        """A fragment's part, and its index as programs take it: on the host, so that it lies on no device before."""
         part, index = self._sync.partition.locate(fragment)
-        return Place(part, jnp.int32(index))
+        return part, np.int32(index)
 
     def _leaves(self, state: DiLoCoState) -> list[jax.Array]:
         return jax.tree.leaves(eqx.filter(state, _is_array))

@@ -675,13 +675,15 @@ def test_final_sync_of_fragments(
 
 
 def test_final_sync_merges_what_is_in_flight_first(tmp_path: Path) -> None:
-    # P=1, H=3, V=2, 4 steps: captured at 3, Theta steps in 4, the merge of 5 comes at the end of 4. alpha=.5:
-    # theta_k = (theta_k + Theta) / 2, which is then synced with the outer rate 1: Theta = mean of those.
+    # P=1, H=3, V=2, 4 steps: captured at 3, half of it has crossed in 4; what else would come in 5 comes at the end
+    # of 4: the other half, Theta's step and the merge. alpha=.5: theta_k = (theta_k + Theta) / 2, which is then
+    # synced with the outer rate 1: Theta = mean of those.
     block = {"sync_period": 3, "overlap_steps": 2, "mixing_alpha": 0.5, "outer": AverageConfig()}
-    batches = [rows(step, 8) for step in range(4)]
-    open_end = last_states({**block, "final_sync": False}, tmp_path, 4, batches)[-1]
-    final = last_states(block, tmp_path, 4, batches)[-1]
-    pairs = zip(jax.tree.leaves(open_end.model), jax.tree.leaves(open_end.islands.params), strict=True)
+    batches = [rows(step, 8) for step in range(5)]
+    states = last_states({**block, "final_sync": False}, tmp_path, 5, batches)
+    open_end, longer = states[3], states[4]
+    final = last_states(block, tmp_path, 4, batches[:4])[-1]
+    pairs = zip(jax.tree.leaves(longer.model), jax.tree.leaves(open_end.islands.params), strict=True)
     blend = [0.5 * islands + 0.5 * theta for theta, islands in pairs]
     theta = [x.mean(0) for x in blend]
     assert difference(final.model, theta) < 1e-6
