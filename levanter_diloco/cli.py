@@ -115,7 +115,8 @@ def parse(config_class: type, args: list[str]) -> Any:  # Any: an instance of `c
         usage, _, reason = complaint.getvalue().rpartition(": error: ")
         block = next((word.rpartition(".")[0] for word in reason.split() if word.startswith("--")), "--")
         flags = [word.strip("[]") for word in usage.split() if word.startswith(f"[{block}.")]
-        _refuse(reason + (f"; the options are {' '.join(flags)}" if flags else ""))
+        listed = flags and "invalid choice" not in reason  # which lists the choices itself
+        _refuse(reason + (f"; the options are {' '.join(flags)}" if listed else ""))
 
 
 def _explain(config_class: type, error: Exception) -> str:

@@ -342,3 +342,8 @@ def test_link_refusals_name_the_option_and_what_works(refusal: Any):
     flag = refusal("trainer: {diloco: {}}", "--trainer.diloco.link.rates", "50mbit")
     assert "--trainer.diloco.link.rates" in flag and "the options are --trainer.diloco.link.rate " in flag
     assert "trainer.diloco.link must be a block of options" in refusal("trainer: {diloco: {link: 50mbit}}")
+
+
+def test_wrong_choice_is_answered_with_the_choices_alone(refusal: Any):
+    line = refusal("trainer: {diloco: {}}", "--trainer.diloco.outer_memory", "disk")
+    assert "'disk' (choose from 'device', 'pinned_host', 'sharded')" in line and "the options are" not in line
