@@ -98,15 +98,12 @@ class Programs:
             for piece in sorted({0, pieces - 1}):
                 crossing = Crossing(fragment, piece, piece == pieces - 1)
                 name = "reduce" if pieces == 1 else "last piece of" if crossing.last else "piece of"
+                runs = count if crossing.last else count * (pieces - 1)
                 step = partial(self.trace_step, state, batch, crossing=crossing)
-                yield StepProgram(
-                    f"inner + {name} {part}", count if crossing.last else count * (pieces - 1), crossing, step
-                )
+                yield StepProgram(f"inner + {name} {part}", runs, crossing, step)
             for kind in KINDS_OF_OVERLAP if overlaps else ():
-                program = self._sync_program(kind, part)
-                yield StepProgram(
-                    f"{kind} {part}", count, None, partial(program.trace, self._leaves(state), np.int32(0))
-                )
+                verb = partial(self._sync_program(kind, part).trace, self._leaves(state), np.int32(0))
+                yield StepProgram(f"{kind} {part}", count, None, verb)
             fragment += count
 
     def apply(self, kind: Kind, state: DiLoCoState, fragment: int) -> tuple[DiLoCoState, SyncReport | None]:
