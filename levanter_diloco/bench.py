@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from humanfriendly import format_size
 
+from .flags import Parser, count
 from .link import RATE_UNITS, quantity
 from .model_size import BadInput
 from .namespaces import address, obstacle, run_apart
@@ -48,13 +49,6 @@ NOTE = (
 )
 
 _Record = Mapping[str, Any]  # Any: JSON
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"levanter-diloco: {' '.join(message.split())}\n")
 
 
 def main(args: list[str]) -> None:
@@ -88,8 +82,8 @@ def _parser() -> Parser:
     names = ",".join(METHODS)
     parser.add_argument("--config_path", required=True, metavar="run.yaml", help="training YAML")
     parser.add_argument("--rates", type=_rates, default="none,1gbit,200mbit,50mbit", help="of an island (%(default)s)")
-    parser.add_argument("--processes", type=_count, default=2, help="islands, a process and a CPU device each (2)")
-    parser.add_argument("--periods", type=_count, default=3, help="sync periods at each rate, of which the median (3)")
+    parser.add_argument("--processes", type=count, default=2, help="islands, a process and a CPU device each (2)")
+    parser.add_argument("--periods", type=count, default=3, help="sync periods at each rate, of which the median (3)")
     parser.add_argument("--methods", type=_known_methods, help=f"of {names}; by default those that the YAML allows")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
     return parser
@@ -101,12 +95,6 @@ def _rates(text: str) -> list[str]:
             rule = f"must be {OPEN} or at least 8kbit, in {' '.join(RATE_UNITS)} a second"
             raise argparse.ArgumentTypeError(f"({rate}) {rule}; {OPEN},50mbit works.")
     return text.split(",")
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch("[1-9][0-9]*", text):
-        raise argparse.ArgumentTypeError(f"({text}) must be a whole number of at least 1; 2 works.")
-    return int(text)
 
 
 def _known_methods(text: str) -> list[str]:

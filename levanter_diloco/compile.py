@@ -1,14 +1,14 @@
 """`levanter-diloco compile`: compiles a run's step programs for devices that are not here, and audits them."""
 
-import argparse
 import dataclasses
 import json
 import re
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from .cli import load_plugins, parse
 from .errors import PATH, ModelError, OptionError
+from .flags import Parser, count
 from .model_size import BadInput, vocab_size_of
 from .slices import Slice, SliceError
 
@@ -16,13 +16,6 @@ if TYPE_CHECKING:
     import jax
 
     from .main.train_lm import TrainDiLoCoLmConfig
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"levanter-diloco: {' '.join(message.split())}\n")
 
 
 def main(args: list[str]) -> None:
@@ -77,18 +70,12 @@ def _parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--topology", required=True, metavar="v5p-128", help="type of a slice; cpu:8 stays here")
-    parser.add_argument("--num_slices", type=_count, default=1, metavar="N", help="slices (1)")
+    parser.add_argument("--num_slices", type=count, default=1, metavar="N", help="slices (1)")
     parser.add_argument(
-        "--vocab_size", type=_count, metavar="N", help="entries of the tokenizer, if it is not in a local folder"
+        "--vocab_size", type=count, metavar="N", help="entries of the tokenizer, if it is not in a local folder"
     )
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
     return parser
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[1-9][0-9]*", text):
-        raise argparse.ArgumentTypeError(f"({text}) must be a whole number of at least 1; 2 works")
-    return int(text)
 
 
 def _check(config: "TrainDiLoCoLmConfig") -> None:

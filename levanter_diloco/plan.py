@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .errors import PATH
+from .flags import Parser
 from .forecast import Setting, forecast, valid_num_fragments
 from .link import RATE_UNITS, quantity
 from .model_size import BY_HAND, BadInput, ModelSize, size_of
@@ -21,8 +22,8 @@ DEFAULTS = {"sync_period": 100, "num_fragments": 1, "overlap_steps": 0}
 GRADIENT_BITS = {"f32": 32, "float32": 32, "full": 32, "bf16": 16, "bfloat16": 16, "f16": 16, "float16": 16}
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+class PlanParser(Parser):
+    """Names a value that works for a flag without one, and the flags for one that is not known."""
 
     def error(self, message: str) -> NoReturn:
         expected = re.fullmatch(r"argument (--\w+)\S*: expected one argument", message)
@@ -30,7 +31,7 @@ class Parser(argparse.ArgumentParser):
             message = f"{expected[1]} () must be followed by a value; {expected[1]} {EXAMPLES[expected[1]]} works"
         elif message.startswith("unrecognized"):
             message += f"; the flags are {' '.join(EXAMPLES)} --json"
-        self.exit(2, f"levanter-diloco: {' '.join(message.split())}\n")
+        super().error(message)
 
 
 EXAMPLES = {
@@ -65,8 +66,8 @@ def main(args: list[str]) -> None:
     print(json.dumps(plan | {"notes": notes}, indent=2) if flags.json else "\n".join([*lines(plan), *notes]))
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def _parser() -> PlanParser:
+    parser = PlanParser(
         prog="levanter-diloco plan",
         description="Traffic, utilization and recommended options of a DiLoCo run over a slow link. Needs no devices.",
         allow_abbrev=False,

@@ -17,6 +17,7 @@ LAYERS = {
     0: [
         "__init__",
         "errors",
+        "flags",
         "link",
         "slices",
         "hlo",
