@@ -39,10 +39,10 @@ class Cut:
 
     num_copies: int
     num_pieces: int
-    num_shares: int = 1
+    num_shares: int
     """Into how many equal shares the leaves are split, one for each slot of the islands; 1 if they stay whole."""
 
-    split: tuple[int, ...] = ()
+    split: tuple[int, ...]
     """Of each leaf the axis along which its shares lie; any if it stays whole."""
 
     @property
