@@ -23,6 +23,10 @@ WireRounding = Literal["nearest", "stochastic"]
 
 OuterMemory = Literal["device", "pinned_host", "sharded"]
 
+WeightRule = Literal["uniform", "tokens"]
+
+JoinMoments = Literal["fresh", "copied"]
+
 
 @dataclass(frozen=True)
 class OuterOptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
@@ -191,6 +195,24 @@ class DiLoCoConfig:
     error_feedback: bool = False
     """Whether what the wire loses is sent along next time; costs an f32 copy of the parameters for each island."""
 
+    drop_rate: float = 0.0
+    """Probability in [0, 1] that an island's outer gradient is lost in a sync; the island trains on [DiLoCo]."""
+
+    schedule_islands: list[list[int]] | None = None
+    """`[[step, count], ...]`: how many islands train once `step` steps are completed, from step 0 on [DiLoCo]."""
+
+    join_moments: JoinMoments = "fresh"
+    """Inner moments of an island that joins by `schedule_islands`: fresh, or copied from island 0."""
+
+    weights: WeightRule | list[float] = "uniform"
+    """Weights of the islands in a mean: equal, by the tokens consumed since the last sync, or one number each."""
+
+    guard: bool = True
+    """Whether an island with a loss, parameters or an outer gradient that is not finite is left out and re-seeded."""
+
+    guard_factor: float | None = None
+    """Leaves out an island whose outer gradient's norm exceeds this multiple of the median, too; > 1."""
+
     link: LinkConfig | None = None
     """A slow link that `tc` makes of this host's own for the run; unset, the network is left alone."""
 
@@ -208,6 +230,15 @@ class DiLoCoConfig:
         _require(block >= 2 and block % 2 == 0, "wire_block", block, "be even and at least 2", 256)
         lossy = self.wire != "f32"
         _require(lossy or not self.error_feedback, "error_feedback", True, "be false with wire f32", "wire: int4")
+        _require(0 <= self.drop_rate <= 1, "drop_rate", self.drop_rate, "lie in [0, 1]", 0.1)
+        _require_one_of(get_args(JoinMoments), "join_moments", self.join_moments)
+        self._check_weights()
+        if (counts := self.schedule_islands) is not None:
+            rule = "be [step, count] pairs from step 0 on, the steps rising, the counts at least 1"
+            _require(_are_phases(counts), "schedule_islands", counts, rule, [[0, 1], [100, 2]])
+        if (factor := self.guard_factor) is not None:
+            _require(1 < factor < math.inf, "guard_factor", factor, "be finite and above 1", 10)
+            _require(self.guard, "guard_factor", factor, "be left out while guard is false", "guard: true")
         for name in ("ici_islands", "dcn_islands"):
             count = getattr(self, name)
             _require(count is None or count == -1 or count >= 1, name, count, "be at least 1, or -1 to infer it", 2)
@@ -215,9 +246,24 @@ class DiLoCoConfig:
         rule = f"be at least 0 and below the effective period ({period} steps)"
         _require(0 <= self.overlap_steps < period, "overlap_steps", self.overlap_steps, rule, period - 1)
 
+    def _check_weights(self) -> None:
+        if isinstance(self.weights, str):
+            _require_one_of(get_args(WeightRule), "weights", self.weights)
+        else:
+            rule = "be finite numbers of at least 0, not all 0"
+            good = all(0 <= weight < math.inf for weight in self.weights) and any(self.weights)
+            _require(good, "weights", self.weights, rule, [1.0, 2.0])
+
     @property
     def schedule(self) -> Schedule:
         return Schedule(self.sync_period, self.num_fragments, self.overlap_steps)
+
+
+def _are_phases(counts: list[list[int]]) -> bool:
+    """Whether `counts` are `[step, count]` pairs that say something for every step."""
+    pairs = bool(counts) and all(len(entry) == 2 and entry[1] >= 1 for entry in counts)
+    steps = [entry[0] for entry in counts] if pairs else []
+    return pairs and steps[0] == 0 and steps == sorted(set(steps))
 
 
 def _require_one_of(choices: tuple[str, ...], option: str, value: str) -> None:

@@ -24,6 +24,7 @@ LAYERS = {
         "flops",
         "config",
         "schedule",
+        "participation",
         "wire",
         "text",
         "model_size",
@@ -34,7 +35,7 @@ LAYERS = {
         "namespaces",
         "bench",
     ],
-    1: ["memory", "fragments", "layer_partition", "balanced_partition", "partition", "outer"],
+    1: ["memory", "fragments", "layer_partition", "balanced_partition", "partition", "outer", "moments"],
     2: [
         *("mesh", "cut", "exchange", "state", "placement", "inner", "sync", "programs"),
         *("embedding", "attention", "audit"),
