@@ -1,13 +1,9 @@
 """`levanter-diloco <command>`: loads the plugins, then runs the host's own program; or runs a tool of ours."""
 
 import atexit
-import contextlib
-import dataclasses
 import importlib
-import io
 import os
 import sys
-import types
 import typing
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
@@ -19,6 +15,9 @@ TOOLS = {"plan": "levanter_diloco.plan", "bench": "levanter_diloco.bench", "comp
 """Commands of our own: the module's `main` takes the arguments and parses them itself."""
 
 PLUGINS = "levanter.plugins"
+
+LONGEST_LINE = 20_000
+"""Characters of a refusal; the flags of the host's trainer alone have 8000."""
 
 USAGE = f"""usage: levanter-diloco COMMAND --config_path X.yaml [--any.option value ...]
 
@@ -94,74 +93,19 @@ def leave(code: int = 0) -> NoReturn:
 
 def parse(config_class: type, args: list[str]) -> Any:  # Any: an instance of `config_class`
     """Parses a YAML and flags as the host does; exits with 2 and one line where they do not fit `config_class`."""
-    import levanter.config
-    from draccus.utils import ParsingError
-
-    def options(config: Any) -> Any:  # Any: annotated below, for the host to read
-        return config
-
-    options.__annotations__["config"] = config_class
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            return levanter.config.main(options, args=args)()
-    except OSError as error:
-        _refuse(str(error))
-    except ParsingError as error:
-        _refuse(_explain(config_class, error))
-    except SystemExit as exit:
-        if exit.code != 2:  # --help
-            raise
-        usage, _, reason = complaint.getvalue().rpartition(": error: ")
-        block = next((word.rpartition(".")[0] for word in reason.split() if word.startswith("--")), "--")
-        flags = [word.strip("[]") for word in usage.split() if word.startswith(f"[{block}.")]
-        listed = flags and "invalid choice" not in reason  # which lists the choices itself
-        _refuse(reason + (f"; the options are {' '.join(flags)}" if listed else ""))
-
-
-def _explain(config_class: type, error: Exception) -> str:
-    """Says what is wrong with a YAML, where draccus leaves the reason or the known options out."""
-    from draccus.utils import DecodingError, ParsingError
-
     from .errors import OptionError
+    from .reading import read
 
-    # A block that may be null has one type besides, and draccus buries what that says.
-    while str(error).count("\n") == 2 and isinstance(error.__cause__, ParsingError):
-        error = error.__cause__
-    if isinstance(error.__cause__, OptionError):
-        return str(error.__cause__)
-    if not isinstance(error, DecodingError):
-        hint = error.__cause__ or "a block with a type is written like trainer.diloco.outer: {type: nesterov}"
-        return f"{error}: {hint}"
-    if isinstance(error.__cause__, AttributeError | TypeError):  # draccus took a value for a block
-        found = error.message.partition("value=")[2].partition(" into field")[0]
-        block = f"{'.'.join(error.key_path)} must be a block of options"
-        return f"{block}, found {found}; an empty block is {{}}" if found else f"{block}; {{option: value}} works"
-    known = _known_options(config_class, error)
-    return str(error) + (f"; the options are {', '.join(known)}" if known else "")
-
-
-def _known_options(config_class: type, error: Any) -> list[str]:  # Any: DecodingError
-    """The options of the block that `error` is about, where it is about an unknown one."""
-    from draccus.choice_types import ChoiceType
-    from draccus.utils import stringify_type
-
-    block: Any = config_class
-    for name in error.key_path:
-        block = typing.get_type_hints(block).get(name) if dataclasses.is_dataclass(block) else None
-        if types.NoneType in typing.get_args(block):
-            block = typing.get_args(block)[0]
-    if isinstance(block, type) and issubclass(block, ChoiceType):
-        choices = block.get_known_choices()
-        named = [choice for choice in choices.values() if error.message.endswith(f" {stringify_type(choice)}")]
-        if not named:
-            return sorted(choices) if "choice class" in error.message else []
-        block = named[0]
-    if not dataclasses.is_dataclass(block) or "not valid for" not in error.message:
-        return []
-    return [field.name for field in dataclasses.fields(block)]
+    try:
+        return read(config_class, args)
+    except OptionError as error:
+        _refuse(str(error))
 
 
 def _refuse(sentence: str) -> NoReturn:
-    print(f"levanter-diloco: {' '.join(sentence.split())}", file=sys.stderr)
+    """Says it in one line, whatever the values in it are made of."""
+    line = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in " ".join(sentence.split()))
+    if len(line) > LONGEST_LINE:
+        line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
+    print(f"levanter-diloco: {line}", file=sys.stderr)
     sys.exit(2)

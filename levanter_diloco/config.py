@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import draccus
+import numpy as np
 import optax
 
 from .errors import option_error
@@ -228,6 +229,7 @@ class DiLoCoConfig:
         _require_one_of(get_args(WireRounding), "wire_rounding", self.wire_rounding)
         block = self.wire_block
         _require(block >= 2 and block % 2 == 0, "wire_block", block, "be even and at least 2", 256)
+        _require(block <= 2**16, "wire_block", block, "be at most 65536: arrays are padded to whole blocks", 256)
         lossy = self.wire != "f32"
         _require(lossy or not self.error_feedback, "error_feedback", True, "be false with wire f32", "wire: int4")
         _require(0 <= self.drop_rate <= 1, "drop_rate", self.drop_rate, "lie in [0, 1]", 0.1)
@@ -251,7 +253,9 @@ class DiLoCoConfig:
             _require_one_of(get_args(WeightRule), "weights", self.weights)
         else:
             rule = "be finite numbers of at least 0, not all 0"
-            good = all(0 <= weight < math.inf for weight in self.weights) and any(self.weights)
+            with np.errstate(over="ignore"):
+                shares = np.asarray(self.weights, np.float32)
+                good = bool(np.all(shares >= 0) and 0 < np.sum(shares) < np.inf)
             _require(good, "weights", self.weights, rule, [1.0, 2.0])
 
     @property

@@ -42,6 +42,8 @@ def resolve_islands(diloco: DiLoCoConfig, mesh: MeshConfig, num_devices: int, nu
     Raises:
         OptionError: If an option and the mesh disagree, or a -1 cannot be resolved.
     """
+    _check_sizes("mesh.axes", mesh.axes)
+    _check_sizes("mesh.dcn_axes", mesh.dcn_axes)
     ici = _agreed("ici_islands", diloco.ici_islands, "mesh.axes", mesh.axes, default=1)
     dcn = _agreed("dcn_islands", diloco.dcn_islands, "mesh.dcn_axes", mesh.dcn_axes, default=-1)
     inferred = -1 in (ici, dcn)
@@ -93,14 +95,18 @@ def island_mesh(mesh: MeshConfig, layout: IslandLayout, num_devices: int, num_sl
     return Mesh(devices.reshape(layout.num_slots, *devices.shape[2:]), (ISLAND, *names))
 
 
+def _check_sizes(path: str, axes: Mapping[str, int | None]) -> None:
+    for name, size in axes.items():
+        if size is None or (size != -1 and size < 1):  # null in YAML
+            raise OptionError(f"trainer.{path}.{name} ({size}) must be at least 1, or -1 to infer it; 2 works.")
+
+
 def _agreed(option: str, value: int | None, path: str, axes: Mapping[str, int], default: int) -> int:
     if ISLAND not in axes:
         return default if value is None else value
     if value not in (None, axes[ISLAND]):
         rule = f"agree with trainer.{path}.{ISLAND} ({axes[ISLAND]})"
         raise option_error(option, value, rule, "leaving one of the two out")
-    if axes[ISLAND] != -1 and axes[ISLAND] < 1:
-        raise OptionError(f"trainer.{path}.{ISLAND} ({axes[ISLAND]}) must be at least 1, or -1 to infer it; 2 works.")
     return axes[ISLAND]
 
 

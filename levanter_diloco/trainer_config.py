@@ -106,6 +106,8 @@ class DiLoCoTrainerConfig(TrainerConfig):
         for option, reason in reasons.items():
             if value := getattr(self, option):
                 raise OptionError(f"trainer.{option} ({value}) does not work with {PATH}: {reason}; leave it out.")
+        if self.num_train_steps < 1:
+            raise OptionError(f"trainer.num_train_steps ({self.num_train_steps}) must be at least 1; 1000 works.")
         if self.batch_axis_name is None:
             raise OptionError(
                 f"trainer.mesh.batch_axis_name (None) must name the axis that {PATH} splits; batch works."
@@ -114,18 +116,23 @@ class DiLoCoTrainerConfig(TrainerConfig):
     def _island_batch_size(self) -> int | list[ScheduleStep[int]]:
         """B / K, for every phase of the batch schedule; fills in B where only the batch per device is given."""
         num_islands = self.layout.num_islands
+        if (given := self.per_device_parallelism) != -1 and given < 1:
+            raise OptionError(f"trainer.per_device_parallelism ({given}) must be at least 1, or -1 for all; -1 works.")
         per_device = max(self.per_device_parallelism, 1)
         rows = num_islands * per_device
         for name in self.data_axes:
             rows *= self.device_mesh.shape[name]
         if self.train_batch_size == -1 and self.per_device_parallelism != -1:
             self.train_batch_size = rows
+        phases = self.train_batch_size
+        if not isinstance(phases, int) and (not phases or phases[0].start != 0):
+            raise OptionError(f"trainer.train_batch_size ({phases}) must say the batch of step 0; {rows} works.")
         for size in distinct_values(self.train_batch_size):
-            if size % rows != 0:
+            if size < 1 or size % rows != 0:
                 raise OptionError(
                     f"trainer.train_batch_size ({size}) must be a multiple of {rows}: {num_islands} islands x "
                     f"{rows // num_islands} rows (the island's data axes x trainer.per_device_parallelism); "
-                    f"{-(-size // rows) * rows} works."
+                    f"{max(-(-size // rows), 1) * rows} works."
                 )
         if isinstance(self.train_batch_size, int):
             return self.train_batch_size // num_islands

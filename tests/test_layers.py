@@ -18,6 +18,7 @@ LAYERS = {
         "__init__",
         "errors",
         "flags",
+        "kinds",
         "link",
         "slices",
         "hlo",
@@ -42,7 +43,7 @@ LAYERS = {
     ],
     3: ["trainer_config", "metrics", "checkpoint", "summary", "json_lines", "trainer", "binding", "tracker"],
     4: ["plugin"],
-    5: ["cli", "main.__init__", "main.train_lm", "main.bench_lm", "aot", "compile", "compile_report"],
+    5: ["cli", "reading", "main.__init__", "main.train_lm", "main.bench_lm", "aot", "compile", "compile_report"],
 }
 LAYER_OF = {module: layer for layer, modules in LAYERS.items() for module in modules}
 MODULES = sorted(".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py"))
