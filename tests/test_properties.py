@@ -1,0 +1,117 @@
+"""Schedules, participation and resume against a plain numpy model of the algorithm (numpy_diloco.py)."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from haliax.util import is_named_array
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from levanter.checkpoint import save_checkpoint
+from levanter.utils.mesh import MeshConfig
+from numpy_diloco import DiLoCo, Options
+from toy import Toy, entered, numbers, toy_batch, toy_loss, trainer_config
+
+STEPS, ISLANDS = 14, 4
+EMBED, LAYERS = 3, (2, 4)
+
+
+def fragments(count: int) -> list[np.ndarray]:
+    """Masks over `[*embed, *layers]`: all of it; or the embedding, and every (P-1)-th layer."""
+    layer = np.concatenate([[-1] * EMBED, np.tile(np.arange(LAYERS[1]), LAYERS[0])])
+    if count == 1:
+        return [layer >= -1]
+    return [layer == -1, *((layer >= 0) & (layer % (count - 1) == f) for f in range(count - 1))]
+
+
+def vector(tree: Any) -> np.ndarray:
+    """A `Toy`'s arrays as one vector, of each island if there are several."""
+    weight = tree.layers.stacked.weight.array
+    return np.concatenate([tree.embed.array, weight.reshape(*weight.shape[:-2], -1)], axis=-1)
+
+
+def momentum(opt_state: Any) -> np.ndarray:
+    """The outer momentum as `vector` has it, from the states of all fragments."""
+    rest = jax.tree.map(lambda x: x["fragment", 0], opt_state["rest"][0].trace, is_leaf=is_named_array)
+    if "layers" not in opt_state:
+        return vector(rest)
+    layers = opt_state["layers"][0].trace.layers.stacked.weight.rearrange(("entry", "row", "fragment")).array
+    return np.concatenate([rest.embed.array, layers.reshape(-1)])
+
+
+def close(found: np.ndarray, expected: np.ndarray, what: str) -> None:
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5, err_msg=what)
+
+
+@st.composite
+def runs(draw: Any) -> dict[str, Any]:
+    """Options of the block and a step to resume from."""
+    count = draw(st.sampled_from([1, 2, 3, 5]))
+    period = draw(st.integers(1, 12))
+    effective = count * max(1, round(period / count))
+    return {
+        "sync_period": period,
+        "num_fragments": count,
+        "overlap_steps": draw(st.integers(0, min(effective - 1, 5))),
+        "mixing_alpha": draw(st.sampled_from([0.0, 0.25, 0.5])),
+        "final_sync": draw(st.booleans()),
+        "resume": draw(st.integers(1, STEPS - 1)),
+    }
+
+
+@pytest.mark.slow
+@given(runs())
+@settings(max_examples=8, deadline=None, derandomize=True, database=None)
+def test_run_is_that_of_the_numpy_model_and_resumes_to_the_same_bits(drawn: dict[str, Any]) -> None:
+    check(drawn)
+
+
+def check(drawn: dict[str, Any], seed: int = 0) -> None:
+    """Trains with the drawn options, straight and resumed, and steps the numpy model beside it."""
+    block = dict(drawn)
+    resume = block.pop("resume")
+    random = np.random.default_rng(seed)
+    start = random.normal(size=EMBED), random.normal(size=LAYERS)
+    targets = random.normal(size=(STEPS, ISLANDS, EMBED)), random.normal(size=(STEPS, ISLANDS, *LAYERS))
+    batches = [toy_batch(*step) for step in zip(*targets, strict=True)]
+    names = ("sync_period", "num_fragments", "overlap_steps", "mixing_alpha", "final_sync")
+    options = Options(num_islands=ISLANDS, inner_momentum=0.5, **{name: block[name] for name in names})
+    model = DiLoCo(options, np.concatenate([start[0], start[1].reshape(-1)]), fragments(block["num_fragments"]))
+    goals = np.concatenate([targets[0], targets[1].reshape(STEPS, ISLANDS, -1)], axis=-1)
+
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder) / "kept"
+
+        def compare(info: Any) -> None:
+            t = info.next_step
+            if t == model.completed:
+                return  # the host runs its hooks once more at the end
+            model.step(lambda k, theta: theta - goals[t - 1, k], last=t == STEPS)
+            state = numbers(info.state)
+            close(vector(state.model), model.outer, f"Theta after step {t}")
+            close(momentum(state.opt_state), model.momentum, f"outer momentum after step {t}")
+            training = options.active(t)
+            close(vector(state.islands.params)[:training], model.islands[:training], f"islands after step {t}")
+            if t == resume:
+                save_checkpoint(info.state.saveable_state, info.step, kept)
+
+        def train(name: str, from_step: int, hook: Any, programs: Any, **more: Any) -> Any:
+            mesh = MeshConfig(axes={"data": 1, "model": -1})
+            shape = {"train_batch_size": ISLANDS, "num_train_steps": STEPS, "mesh": mesh}
+            config = trainer_config(Path(folder) / name, {"ici_islands": ISLANDS, **block}, **shape, **more)
+            with entered(config, optax.sgd(0.1, momentum=0.5), toy_loss) as trainer:
+                state = trainer.initial_state(jax.random.PRNGKey(from_step), model=Toy.of(*start))
+                if hook is not None:
+                    trainer.add_hook(hook, every=1)
+                trainer._programs = programs  # the same options compile to the same: this only saves the time
+                return numbers(trainer.train(state, batches[from_step:]).state), trainer._programs
+
+        straight, programs = train("straight", 0, compare, None)
+        assert model.completed == STEPS
+        resumed, _ = train("resumed", resume, None, programs, load_checkpoint_path=str(kept))
+    for ours, theirs in zip(jax.tree.leaves(resumed), jax.tree.leaves(straight), strict=True):
+        np.testing.assert_array_equal(ours, theirs, strict=True)
