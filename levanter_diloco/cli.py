@@ -57,7 +57,7 @@ def run(module: str, args: list[str]) -> None:
     """Loads every plugin of the group `levanter.plugins`, then runs `main` of `module` on the options in `args`."""
     load_plugins()
     # Only now, here and below: --help and a wrong command answer at once, the host takes 15 seconds to import.
-    from .errors import ModelError, OptionError
+    from .errors import ModelError, OptionError, RunError
 
     program = importlib.import_module(module)
     config_class = typing.get_type_hints(program.main)["config"]
@@ -66,6 +66,8 @@ def run(module: str, args: list[str]) -> None:
         program.main(config)
     except (OptionError, ModelError) as error:
         _refuse(str(error))
+    except RunError as error:
+        _refuse(str(error), code=1)
 
 
 def load_plugins() -> None:
@@ -162,6 +164,6 @@ def _known_options(config_class: type, error: Any) -> list[str]:  # Any: Decodin
     return [field.name for field in dataclasses.fields(block)]
 
 
-def _refuse(sentence: str) -> NoReturn:
+def _refuse(sentence: str, code: int = 2) -> NoReturn:
     print(f"levanter-diloco: {' '.join(sentence.split())}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(code)
