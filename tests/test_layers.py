@@ -38,7 +38,7 @@ LAYERS = {
     1: ["memory", "fragments", "layer_partition", "balanced_partition", "partition", "outer", "moments"],
     2: [
         *("mesh", "cut", "exchange", "state", "placement", "inner", "sync", "programs"),
-        *("embedding", "attention", "audit"),
+        *("embedding", "attention", "audit", "island_rows"),
     ],
     3: ["trainer_config", "metrics", "checkpoint", "summary", "json_lines", "trainer", "binding", "tracker"],
     4: ["plugin"],
