@@ -72,6 +72,26 @@ class Rows:
         return (offset(stop) - offset(start)) // self.participation.num_islands
 
 
+class Shard[T](AsyncDataset[T]):
+    """Of each run of `period` sequences of a dataset those from `start` to `stop - 1`."""
+
+    def __init__(self, dataset: AsyncDataset[T], period: int, start: int, stop: int):
+        self.dataset = dataset
+        self.period = period
+        self.start, self.stop = start, stop
+
+    def is_finite(self) -> bool:
+        return self.dataset.is_finite()
+
+    async def async_len(self) -> int:
+        runs, rest = divmod(await self.dataset.async_len(), self.period)
+        return runs * (self.stop - self.start) + min(max(rest - self.start, 0), self.stop - self.start)
+
+    async def get_batch(self, indices: Sequence[int]) -> Sequence[T]:
+        places = [divmod(index, self.stop - self.start) for index in indices]
+        return await self.dataset.get_batch([run * self.period + self.start + place for run, place in places])
+
+
 class IslandRows[T](AsyncDataset[T]):
     """The loader's stream, put together from the streams of the islands or from one that they share.
 

@@ -13,7 +13,7 @@ from levanter.schedule import ScheduleStep, distinct_values
 from levanter.trainer import TrainerConfig
 
 from .config import DiLoCoConfig
-from .errors import PATH, OptionError
+from .errors import PATH, OptionError, option_error
 from .mesh import IslandLayout, island_mesh, resolve_islands
 from .outer import ISLAND
 from .placement import Placement
@@ -89,6 +89,7 @@ class DiLoCoTrainerConfig(TrainerConfig):
         if self.diloco.enabled:
             self._refuse_what_islands_cannot_do()
             self.placement.check()
+            self._check_island_data()
             # Any: the fields' own types
             options: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
             options["train_batch_size"] = self._island_batch_size()
@@ -110,6 +111,12 @@ class DiLoCoTrainerConfig(TrainerConfig):
             raise OptionError(
                 f"trainer.mesh.batch_axis_name (None) must name the axis that {PATH} splits; batch works."
             )
+
+    def _check_island_data(self) -> None:
+        mixtures, num_islands = self.diloco.island_data, self.layout.num_islands
+        if not isinstance(mixtures, str) and len(mixtures) != num_islands:
+            rule = f"hold one for each of the {num_islands} islands"
+            raise option_error("island_data", f"{len(mixtures)} mixtures", rule, f"a list of {num_islands}")
 
     def _island_batch_size(self) -> int | list[ScheduleStep[int]]:
         """B / K, for every phase of the batch schedule; fills in B where only the batch per device is given."""

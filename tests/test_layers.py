@@ -40,7 +40,10 @@ LAYERS = {
         *("mesh", "cut", "exchange", "state", "placement", "inner", "sync", "programs"),
         *("embedding", "attention", "audit", "island_rows"),
     ],
-    3: ["trainer_config", "metrics", "checkpoint", "summary", "json_lines", "trainer", "binding", "tracker"],
+    3: [
+        *("trainer_config", "metrics", "checkpoint", "summary", "json_lines", "trainer", "binding", "tracker"),
+        "island_data",
+    ],
     4: ["plugin"],
     5: ["cli", "main.__init__", "main.train_lm", "main.bench_lm", "aot", "compile", "compile_report"],
 }
