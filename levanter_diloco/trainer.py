@@ -175,7 +175,7 @@ class DiLoCoTrainer(Trainer):
         active = self.participation.active(step - 1)
         present = {k: IslandRecord(loss) for k, loss in losses.items() if k in self._owned and k < active}
         record = StepRecord(present, {}, 0, active)
-        self._note(record, crossing and crossing.fragment, report)
+        self._note(record, None if crossing is None else crossing.fragment, report)
         if schedule.overlap_steps > 0:
             if (merging := schedule.merged(step, since)) is not None:
                 state, _ = programs.apply("merge", state, merging)

@@ -114,6 +114,7 @@ class DiLoCoTrainerConfig(TrainerConfig):
             _ = self.participation  # refused here, if at all
             if self.diloco.guard:  # which takes their place: one bad island does not stop the run
                 self.crash_on_nan = self.crash_on_inf = False
+            self._check_island_data()
             # Any: the fields' own types
             options: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
             options["train_batch_size"] = self._island_batch_size()
@@ -135,6 +136,12 @@ class DiLoCoTrainerConfig(TrainerConfig):
             raise OptionError(
                 f"trainer.mesh.batch_axis_name (None) must name the axis that {PATH} splits; batch works."
             )
+
+    def _check_island_data(self) -> None:
+        mixtures, num_islands = self.diloco.island_data, self.layout.num_islands
+        if not isinstance(mixtures, str) and len(mixtures) != num_islands:
+            rule = f"hold one for each of the {num_islands} islands"
+            raise option_error("island_data", f"{len(mixtures)} mixtures", rule, f"a list of {num_islands}")
 
     def _island_batch_size(self) -> int | list[ScheduleStep[int]]:
         """B / K, for every phase of the batch schedule; fills in B where only the batch per device is given."""

@@ -320,9 +320,7 @@ def test_final_sync_leaves_out_what_is_not_finite(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("overlap", "stops"), [(0, [4]), (2, [3, 6, 7])])
-def test_resume_draws_the_same_islands_and_remembers_who_failed(
-    overlap: int, stops: list[int], tmp_path: Path
-) -> None:
+def test_resume_draws_the_same_and_remembers_who_failed(overlap: int, stops: list[int], tmp_path: Path) -> None:
     inner = AdamConfig(learning_rate=1e-2, warmup=4).build(10)
     block = {
         **{
