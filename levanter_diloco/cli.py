@@ -56,7 +56,7 @@ def run(module: str, args: list[str]) -> None:
     """Loads every plugin of the group `levanter.plugins`, then runs `main` of `module` on the options in `args`."""
     load_plugins()
     # Only now, here and below: --help and a wrong command answer at once, the host takes 15 seconds to import.
-    from .errors import ModelError, OptionError
+    from .errors import ModelError, OptionError, RunError
 
     program = importlib.import_module(module)
     config_class = typing.get_type_hints(program.main)["config"]
@@ -65,6 +65,8 @@ def run(module: str, args: list[str]) -> None:
         program.main(config)
     except (OptionError, ModelError) as error:
         _refuse(str(error))
+    except RunError as error:
+        _refuse(str(error), code=1)
 
 
 def load_plugins() -> None:
@@ -102,10 +104,10 @@ def parse(config_class: type, args: list[str]) -> Any:  # Any: an instance of `c
         _refuse(str(error))
 
 
-def _refuse(sentence: str) -> NoReturn:
+def _refuse(sentence: str, code: int = 2) -> NoReturn:
     """Says it in one line, whatever the values in it are made of."""
     line = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in " ".join(sentence.split()))
     if len(line) > LONGEST_LINE:
         line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
     print(f"levanter-diloco: {line}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(code)

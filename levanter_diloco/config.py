@@ -28,6 +28,8 @@ WeightRule = Literal["uniform", "tokens"]
 
 JoinMoments = Literal["fresh", "copied"]
 
+IslandData = Literal["shared", "sharded"]
+
 
 @dataclass(frozen=True)
 class OuterOptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
@@ -208,6 +210,10 @@ class DiLoCoConfig:
     weights: WeightRule | list[float] = "uniform"
     """Weights of the islands in a mean: equal, by the tokens consumed since the last sync, or one number each."""
 
+    island_data: IslandData | list[dict[str, float]] = "shared"
+    """What an island reads: its part of each global batch, its shard of every component of the data, or shards in
+    proportion to a mixture of its own, `[{component: weight}, ...]` with one for each island."""
+
     guard: bool = True
     """Whether an island with a loss, parameters or an outer gradient that is not finite is left out and re-seeded."""
 
@@ -235,6 +241,7 @@ class DiLoCoConfig:
         _require(0 <= self.drop_rate <= 1, "drop_rate", self.drop_rate, "lie in [0, 1]", 0.1)
         _require_one_of(get_args(JoinMoments), "join_moments", self.join_moments)
         self._check_weights()
+        self._check_island_data()
         if (counts := self.schedule_islands) is not None:
             rule = "be [step, count] pairs from step 0 on, the steps rising, the counts at least 1"
             _require(_are_phases(counts), "schedule_islands", counts, rule, [[0, 1], [100, 2]])
@@ -255,8 +262,19 @@ class DiLoCoConfig:
             rule = "be finite numbers of at least 0, not all 0"
             with np.errstate(over="ignore"):
                 shares = np.asarray(self.weights, np.float32)
-                good = bool(np.all(shares >= 0) and 0 < np.sum(shares) < np.inf)
+            good = bool(np.all(shares >= 0) and 0 < np.max(shares, initial=0) < np.inf)
             _require(good, "weights", self.weights, rule, [1.0, 2.0])
+
+    def _check_island_data(self) -> None:
+        if isinstance(self.island_data, str):
+            _require_one_of(get_args(IslandData), "island_data", self.island_data)
+            return
+        rule = "give each island weights that are finite numbers of at least 0, not all 0"
+        good = all(
+            all(0 <= weight < math.inf for weight in mixture.values()) and any(mixture.values())
+            for mixture in self.island_data
+        )
+        _require(good and bool(self.island_data), "island_data", self.island_data, rule, [{"web": 1.0}, {"code": 1.0}])
 
     @property
     def schedule(self) -> Schedule:

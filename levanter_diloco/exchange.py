@@ -25,6 +25,9 @@ class Exchanged(NamedTuple):
     mean: Params
     """Delta as far as it has crossed, axes `{...}`, f32, the same bits on every island, or each slot's share of it."""
 
+    weights: Float[Array, " K"]
+    """Of all islands, as each one gave its own; the same on every device."""
+
     residual: Params | None
     """What the wire format has lost so far, axes `{diloco, ...}`, f32, each island's own; for error feedback."""
 
@@ -56,19 +59,23 @@ class Exchange:
     def mean(
         self,
         gradients: Params,
+        weights: Float[Array, " K"],
         key: PRNGKeyArray,
         piece: IntScalar = 0,
         so_far: Params | None = None,
         residual: Params | None = None,
     ) -> Exchanged:
-        """Takes the mean of one piece of a fragment.
+        """Takes the weighted mean of one piece of a fragment; 0 where no island takes part.
 
         Args:
             gradients: Delta_k, axes `{diloco, ...}`, f32, sharded by `mapping`.
+            weights: Each island's own, on the island or everywhere; one that is not above 0 leaves it out, whatever
+                its gradient holds.
             key: For stochastic rounding; equal everywhere.
             piece: Number of the piece, may be traced.
             so_far: The mean of the pieces before, axes `{...}`; needed where there are several.
-            residual: What earlier exchanges of these elements have lost; it is sent along.
+            residual: What earlier exchanges of these elements have lost; it is sent along, and stays for an island
+                that is left out.
         """
         leaves, treedef = jax.tree.flatten(gradients, is_leaf=is_named_array)
         specs = [pspec_for_axis(leaf.axis_names, self.mapping) for leaf in leaves]
@@ -79,18 +86,22 @@ class Exchange:
             shards: list[Array],
             before: list[Array] | None,
             lost: list[Array] | None,
+            weights: Float[Array, " islands"],
             key: PRNGKeyArray,
             piece: IntScalar,
-        ) -> tuple[list[Array], list[Array] | None]:
+        ) -> tuple[list[Array], Float[Array, " K"], list[Array] | None]:
             sent = [cut.take(shards, piece) for cut in cuts]
-            if lost is not None:
-                sent = [x + cut.take(lost, piece) for cut, x in zip(cuts, sent, strict=True)]
-            means, arrived = self._cross(sent, key)
+            carried = None if lost is None else [cut.take(lost, piece) for cut in cuts]
+            if carried is not None:
+                sent = [x + more for x, more in zip(sent, carried, strict=True)]
+            everyone = self._of_everyone(weights)
+            means, arrived = self._cross(sent, weights, everyone, key)
             old = shards if before is None else [x[None] for x in before]
             mean = [x[0] for x in put_all([cut.share for cut in cuts], old, piece, [x[None] for x in means])]
-            if lost is not None:
-                lost = put_all(cuts, lost, piece, [x - own for x, own in zip(sent, arrived, strict=True)])
-            return mean, lost
+            if lost is not None and carried is not None:
+                kept = zip(sent, arrived, carried, strict=True)
+                lost = put_all(cuts, lost, piece, [_where(weights, x - own, more) for x, own, more in kept])
+            return mean, everyone, lost
 
         before = None if so_far is None else _arrays(so_far)
         lost = None if residual is None else _arrays(residual)
@@ -101,17 +112,18 @@ class Exchange:
         exchange = jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(specs, before_specs, lost_specs, everywhere, everywhere),
-            out_specs=(outer_specs, lost_specs),
+            in_specs=(specs, before_specs, lost_specs, PartitionSpec(ISLAND), everywhere, everywhere),
+            out_specs=(outer_specs, everywhere, lost_specs),
             check_vma=False,
         )
-        mean, lost = exchange(_arrays(gradients), before, lost, key, jnp.asarray(piece))
+        arrays = _arrays(gradients)
+        mean, everyone, lost = exchange(arrays, before, lost, jnp.asarray(weights), key, jnp.asarray(piece))
 
         def named(arrays: list[Array], start: int) -> Params:
             pairs = zip(arrays, leaves, strict=True)
             return treedef.unflatten([NamedArray(x, leaf.axis_names[start:]) for x, leaf in pairs])
 
-        return Exchanged(named(mean, 1), None if lost is None else named(lost, 0))
+        return Exchanged(named(mean, 1), everyone, None if lost is None else named(lost, 0))
 
     def payload_bytes(self, gradients: Params) -> int:
         """Bytes that an island hands to the network for one fragment, in all of its pieces.
@@ -145,13 +157,25 @@ class Exchange:
         outer = [leaf.axes[1:] for leaf in leaves]
         return list(cuts_of(outer, self.mesh, self.mapping, self.num_pieces, self.sharded))
 
-    def _cross(self, sent: list[Array], key: PRNGKeyArray) -> tuple[list[Array], list[Array]]:
+    def _of_everyone(self, weights: Float[Array, " islands"]) -> Float[Array, " K"]:
+        """The weights of all islands, from those of this slot; a sum, which joins that of a fragment on f32."""
+        first = jax.lax.axis_index(ISLAND) * len(weights)
+        own = jnp.zeros(len(weights) * self.mesh.shape[ISLAND], weights.dtype)
+        return jax.lax.psum(jax.lax.dynamic_update_slice(own, weights, (first,)), ISLAND)
+
+    def _cross(
+        self,
+        sent: list[Array],
+        weights: Float[Array, " islands"],
+        everyone: Float[Array, " K"],
+        key: PRNGKeyArray,
+    ) -> tuple[list[Array], list[Array]]:
         """Returns the mean of each vector over all islands, and what this slot's own have become on the wire.
 
         Vectors have axes `islands shares length`; of several shares a slot gets its own.
         """
         if self.wire.lossless:
-            return [self._sum(x.sum(0)) / (len(x) * self.mesh.shape[ISLAND]) for x in sent], sent
+            return [self._sum(_weighted(x, weights)) / _total(everyone) for x in sent], sent
         key = jax.random.fold_in(key, jax.lax.axis_index(self.mesh.axis_names))
         encoded = [self._encode(x, jax.random.fold_in(key, i)) for i, x in enumerate(sent)]
         decoded = [self.wire.decode(one).reshape(*x.shape[:2], -1) for one, x in zip(encoded, sent, strict=True)]
@@ -159,7 +183,7 @@ class Exchange:
         means = list(own)
         for split in (False, True):
             group = [i for i, x in enumerate(sent) if (x.shape[1] > 1) == split]
-            arrived = self._decoded_means([encoded[i] for i in group], len(sent[0]), split) if group else []
+            arrived = self._decoded_means([encoded[i] for i in group], everyone, split) if group else []
             for i, mean in zip(group, arrived, strict=True):
                 means[i] = mean[None, : sent[i].shape[2]]
         return means, own
@@ -169,8 +193,9 @@ class Exchange:
             return jax.lax.psum(x, ISLAND)
         return jax.lax.psum_scatter(x, ISLAND, tiled=True)
 
-    def _decoded_means(self, encoded: list[Encoded], on_slot: int, split: bool) -> list[Array]:
+    def _decoded_means(self, encoded: list[Encoded], everyone: Float[Array, " K"], split: bool) -> list[Array]:
         slots = self.mesh.shape[ISLAND]
+        on_slot = len(everyone) // slots
         chunks = slots if split or self._scatters(slots, on_slot) else 1
 
         def chunked(x: Array) -> Array:
@@ -184,7 +209,7 @@ class Exchange:
             payload = jax.lax.all_to_all(payload, ISLAND, 0, 0, tiled=True)
         shapes = jax.tree.map(lambda x: ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
         islands = jax.vmap(lambda row: [self.wire.decode(one) for one in from_integers(row, shapes)])(payload)
-        means = [x.reshape(slots * on_slot, -1).mean(0) for x in islands]
+        means = [_weighted(x.reshape(len(everyone), -1), everyone) / _total(everyone) for x in islands]
         if chunks > 1 and not split:
             whole = jax.lax.all_gather(jnp.concatenate(means), ISLAND)
             ends = [sum(len(mean) for mean in means[: i + 1]) for i in range(len(means))]
@@ -211,6 +236,21 @@ class Exchange:
         is from 4 slots on for bf16, 5 for int8, 9 for 4 bits. The values are the same.
         """
         return (slots - 1) * on_slot * self.wire.block_bytes > 4 * self.wire.block
+
+
+def _weighted(x: Float[Array, "islands ..."], weights: Float[Array, " islands"]) -> Float[Array, "..."]:
+    """The weighted sum over islands; one that is left out counts for nothing, though it be infinite or NaN."""
+    return _where(weights, x * jnp.expand_dims(weights, range(1, x.ndim)), jnp.zeros_like(x)).sum(0)
+
+
+def _total(weights: Float[Array, " K"]) -> Float[Array, ""]:
+    """What a weighted sum is divided by; 1 where all are left out, and their sum is 0."""
+    total = jnp.maximum(weights, 0).sum()
+    return jnp.where(total > 0, total, 1)
+
+
+def _where(weights: Float[Array, " islands"], taken: Array, left: Array) -> Array:
+    return jnp.where(jnp.expand_dims(weights > 0, range(1, taken.ndim)), taken, left)
 
 
 def _arrays(tree: Params) -> list[Array]:

@@ -1,6 +1,7 @@
 """The inner step: the host's own training step, once for every island."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
@@ -53,7 +54,8 @@ def inner_step(
         new = result.new_state
         params = trainables_only(new.model, state.is_trainable)
         report = InnerReport(result.loss, result.loss_metrics, result.hook_infos)
-        return Islands(params, new.opt_state, new.training_key), report
+        island = dataclasses.replace(island, params=params, opt_state=new.opt_state, key=new.training_key)
+        return island, report
 
     def slot_step(islands: Islands, model: PyTree, step: IntScalar, batch: PyTree) -> tuple[Islands, InnerReport]:
         rows = _rows(batch, Batch, islands_per_slot)

@@ -21,9 +21,10 @@ WORDS = {
     float: "a finite number that fits an f32",
     str: "a text",
     list: "a list",
+    dict: "a mapping",
 }
 
-EXAMPLES = {int: 2, float: 1.5, str: "one in quotes", list: [0, 2]}
+EXAMPLES = {int: 2, float: 1.5, str: "one in quotes", list: [0, 2], dict: "{name: 1.0}"}
 
 
 def check_kinds(kind: Any, raw: object, path: str, works: object = None) -> None:  # Any: a type annotation
@@ -46,9 +47,9 @@ def check_kinds(kind: Any, raw: object, path: str, works: object = None) -> None
         _check_block(kinds[0], raw, path)
         return
     for one in kinds:
-        if get_origin(one) is list and isinstance(raw, list):
-            for place, entry in enumerate(raw):
-                check_kinds(get_args(one)[0], entry, f"{path}[{place}]")
+        if get_origin(one) in (list, dict) and isinstance(raw, get_origin(one)):
+            for place, entry in enumerate(raw) if isinstance(raw, list) else raw.items():
+                check_kinds(get_args(one)[-1], entry, f"{path}[{place}]")
     if not any(_fits(one, raw) for one in kinds):
         if works in (None, ""):
             works = "leaving it out" if optional else EXAMPLES[get_origin(kinds[0]) or kinds[0]]
@@ -87,7 +88,7 @@ def _fits(kind: Any, raw: object) -> bool:  # Any: a type annotation
         return isinstance(raw, bool) or raw in ("true", "false")
     if kind not in LARGEST:
         origin = get_origin(kind) or kind
-        return isinstance(raw, {Literal: str, str: str | int | float, list: list}[origin]) and not isinstance(
+        return isinstance(raw, {Literal: str, str: str | int | float, list: list, dict: dict}[origin]) and not isinstance(
             raw, bool
         )
     if isinstance(raw, bool) or not isinstance(raw, int | float | str):

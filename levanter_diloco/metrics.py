@@ -2,9 +2,11 @@
 
 | name | meaning |
 |---|---|
-| `train/loss` | mean over islands of the inner loss |
+| `train/loss` | mean over islands of the inner loss, of those where it is finite |
 | `train/loss_island_<k>` | inner loss of island k |
 | `diloco/loss_spread` | largest minus smallest island loss |
+| `diloco/participants` | islands in the mean of a sync |
+| `diloco/left_out` | islands that the guard left out of it |
 | `diloco/synced_fragment` | number of the fragment that took its outer step |
 | `diloco/synced_bytes` | bytes an island sent for it |
 | `diloco/bytes_per_island` | bytes an island has sent so far |
@@ -14,11 +16,12 @@
 | `diloco/outer_grad_cosine` | mean pairwise cosine of the islands' outer gradients, weighted by their norms |
 
 The values of a sync are those of the synced fragment. Where several sync in one step (the final sync),
-their names end in `/fragment_<f>`.
+their names end in `/fragment_<f>`. Those of the islands are of those in the mean.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,20 +51,35 @@ class SyncRecord:
     outer_grad_norm: float
     outer_update_norm: float
     synced_bytes: int
+    weights: tuple[float, ...]
+    """Of all islands, as in `SyncReport`."""
+
+    @property
+    def participants(self) -> list[int]:
+        """The islands in the mean."""
+        return [island for island, weight in enumerate(self.weights) if weight > 0]
+
+    @property
+    def left_out(self) -> list[int]:
+        """The islands that the guard left out."""
+        return [island for island, weight in enumerate(self.weights) if weight < 0]
 
 
 @dataclass
 class StepRecord:
-    """One step: the islands of this process, the syncs, and the bytes each island has sent so far."""
+    """One step: the islands of this process that train, the syncs, and the bytes each island has sent so far."""
 
     islands: dict[int, IslandRecord]
     syncs: dict[int, SyncRecord]
     bytes_per_island: int
+    active: int
+    """How many islands train."""
 
     def add_sync(self, fragment: int, report: SyncReport, synced_bytes: int) -> None:
         """Takes in the report of one fragment's sync."""
         norms = float(report.outer_grad_norm), float(report.outer_update_norm)
-        self.syncs[fragment] = SyncRecord(*norms, synced_bytes)
+        weights = tuple(np.asarray(report.weights)[: self.active].tolist())
+        self.syncs[fragment] = SyncRecord(*norms, synced_bytes, weights)
         for island, distance in local_values(report.island_distance).items():
             if island in self.islands:
                 self.islands[island].distance[fragment] = distance
@@ -74,21 +92,41 @@ def metrics_of(islands: Mapping[int, IslandRecord], step: StepRecord, complete: 
     if not losses:  # an island that spans processes speaks through one of them
         return metrics
     metrics |= {f"train/loss_island_{island}": loss for island, loss in losses.items()}
-    metrics["train/loss"] = float(np.mean(list(losses.values())))
+    metrics["train/loss"] = mean_loss(losses.values())
     metrics["diloco/loss_spread"] = max(losses.values()) - min(losses.values())
     for fragment, sync in step.syncs.items():
-        distances = [record.distance[fragment] for record in islands.values()]
-        values = {
-            "synced_fragment": fragment,
-            **asdict(sync),
-            "island_distance": float(np.mean(distances)),
-            "island_distance_max": max(distances),
-        }
-        if complete and len(distances) > 1:
-            values["outer_grad_cosine"] = mean_cosine(np.array(distances), sync.outer_grad_norm)
+        values = _sync_metrics(islands, fragment, sync, complete)
         suffix = f"/fragment_{fragment}" if len(step.syncs) > 1 else ""
         metrics |= {f"diloco/{name}{suffix}": value for name, value in values.items()}
     return metrics
+
+
+def mean_loss(losses: Iterable[float]) -> float:
+    """Mean of the losses that are finite; NaN if none is."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return float(np.mean(finite)) if finite else math.nan
+
+
+def _sync_metrics(
+    islands: Mapping[int, IslandRecord], fragment: int, sync: SyncRecord, complete: bool
+) -> dict[str, float]:
+    values: dict[str, float] = {
+        "synced_fragment": fragment,
+        "synced_bytes": sync.synced_bytes,
+        "outer_grad_norm": sync.outer_grad_norm,
+        "outer_update_norm": sync.outer_update_norm,
+        "participants": len(sync.participants),
+        "left_out": len(sync.left_out),
+    }
+    present = [island for island in sync.participants if island in islands]
+    if not present:
+        return values
+    distances = np.array([islands[island].distance[fragment] for island in present])
+    values |= {"island_distance": float(np.mean(distances)), "island_distance_max": float(max(distances))}
+    if complete and len(present) > 1:
+        weights = np.array([sync.weights[island] for island in present])
+        values["outer_grad_cosine"] = mean_cosine(distances * weights / np.mean(weights), sync.outer_grad_norm)
+    return values
 
 
 def mean_cosine(norms: np.ndarray, mean_norm: float) -> float:
@@ -123,11 +161,6 @@ def first_local(tree: PyTree) -> PyTree:
         return np.asarray(min(x.addressable_shards, key=lambda shard: shard.index[0].start or 0).data)[0]
 
     return jax.tree.map(without_island, jax.tree.map(first, tree), is_leaf=is_named_array)
-
-
-def local_mean(per_island: jax.Array) -> Any:  # Any: a float where the host has an array
-    """Mean over the islands of this process."""
-    return np.mean(list(local_values(per_island).values()))
 
 
 def inner_hyperparameters(opt_state: Any) -> Any:  # Any: what the host's `log_optimizer_hyperparams` looks into

@@ -5,22 +5,19 @@ import optax
 from jaxtyping import PyTree
 from optax.schedules import InjectHyperparamsState, InjectStatefulHyperparamsState
 
-from .fragments import Params
-
 COUNTERS = (InjectHyperparamsState, InjectStatefulHyperparamsState, optax.ScaleByScheduleState)
 """States that count the run's steps for a learning-rate schedule."""
 
 
-def fresh_moments(optimizer: optax.GradientTransformation, opt_state: PyTree, params: Params) -> PyTree:
-    """Returns the state of `optimizer` at its start, at the present place of its learning-rate schedule.
+def fresh_moments(initial: PyTree, current: PyTree) -> PyTree:
+    """Returns the optimizer state `initial` at the present place of its learning-rate schedule.
 
     The learning rate is a function of the global step, equal on all islands; moments, and the counts that
     correct their bias, are an island's own.
 
     Args:
-        optimizer: The inner optimizer.
-        opt_state: A state of it, whose schedule has come to the present step.
-        params: The parameters it starts from, axes `{...}`.
+        initial: State of the inner optimizer as its `init` returns it.
+        current: A state of it, with the same axes, whose schedule has come to the present step.
     """
 
     def fresh(new: PyTree, old: PyTree) -> PyTree:
@@ -28,4 +25,4 @@ def fresh_moments(optimizer: optax.GradientTransformation, opt_state: PyTree, pa
             return old._replace(inner_state=new.inner_state)
         return old if isinstance(old, optax.ScaleByScheduleState) else new
 
-    return jax.tree.map(fresh, optimizer.init(params), opt_state, is_leaf=lambda x: isinstance(x, COUNTERS))
+    return jax.tree.map(fresh, initial, current, is_leaf=lambda x: isinstance(x, COUNTERS))

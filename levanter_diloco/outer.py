@@ -40,12 +40,20 @@ def island_gradients(outer: Params, islands: Params) -> Params:
     return jax.tree.map(displacement, outer, islands, is_leaf=is_named_array)
 
 
-def outer_gradient(gradients: Params, Island: AxisSelector = ISLAND) -> Params:
-    """Mean of the islands' outer gradients: `Delta = mean_k(Delta_k)`, in f32 [DiLoCo].
+def outer_gradient(gradients: Params, weights: NamedArray | None = None, Island: AxisSelector = ISLAND) -> Params:
+    """Mean of the islands' outer gradients: `Delta = sum_k(w_k * Delta_k) / sum_k(w_k)`, in f32 [DiLoCo].
 
-    The definition. On a mesh, `exchange.mean_over_islands` computes it with one all-reduce.
+    The definition. On a mesh, `exchange.Exchange.mean` computes it with one exchange.
+
+    Args:
+        gradients: Delta_k, axes `{diloco, ...}`.
+        weights: w_k >= 0, axes `{diloco}`, not all 0; without them all are equal.
+        Island: The axis.
     """
-    return jax.tree.map(lambda x: hax.mean(x, Island), gradients, is_leaf=is_named_array)
+    if weights is None:
+        return jax.tree.map(lambda x: hax.mean(x, Island), gradients, is_leaf=is_named_array)
+    total = hax.sum(weights, Island)
+    return jax.tree.map(lambda x: hax.sum(weights * x, Island) / total, gradients, is_leaf=is_named_array)
 
 
 def outer_step(
@@ -66,7 +74,7 @@ def outer_step(
     return optax.apply_updates(outer, updates), opt_state
 
 
-def merge(outer: Params, islands: Params, mixing_alpha: float) -> Params:
+def merge(outer: Params, islands: Params, mixing_alpha: float, present: NamedArray | None = None) -> Params:
     """Islands take up the outer parameters: `theta_k <- alpha*theta_k + (1-alpha)*Theta` [Streaming].
 
     An overwrite, not an update: `p + (q - p)` is not `q` in floats, and islands must be equal after alpha = 0.
@@ -75,6 +83,8 @@ def merge(outer: Params, islands: Params, mixing_alpha: float) -> Params:
         outer: Theta, axes `{...}`, f32.
         islands: theta_k, axes `{diloco, ...}`.
         mixing_alpha: alpha in [0, 1], a Python float: 0 copies Theta bit for bit.
+        present: Which islands took part in the sync, axes `{diloco}`; the others keep what they have, as an island
+            whose outer gradient was lost is not reset [DiLoCo]. All, if not given.
 
     Returns:
         The new theta_k, axes and dtype of `islands`.
@@ -84,7 +94,8 @@ def merge(outer: Params, islands: Params, mixing_alpha: float) -> Params:
         target = outer.broadcast_axis(island.resolve_axis(ISLAND))
         if mixing_alpha != 0:
             target = mixing_alpha * island.astype(jnp.float32) + (1 - mixing_alpha) * target
-        return target.astype(island.dtype)
+        target = target.astype(island.dtype)
+        return target if present is None else hax.where(present, target, island).rearrange(island.axes)
 
     return jax.tree.map(merged, outer, islands, is_leaf=is_named_array)
 

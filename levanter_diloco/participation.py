@@ -38,14 +38,10 @@ class Participation:
         """How many islands train in the inner step after `completed` steps: those of the lowest numbers."""
         return max((entry for entry in self.counts if entry[0] <= completed), default=(0, self.num_islands))[1]
 
-    def joining(self, step: int) -> range:
-        """The islands that train in step `step + 1` and did not in step `step`."""
-        return range(self.active(step - 1), self.active(step))
-
     def weights(self, step: int, fragment: int, since: int = 0) -> Float[np.ndarray, " K"]:
-        """Weights of the islands in the sync of `fragment` that is captured after inner step `step`.
+        """Weights, from 0 to 1, of the islands in the sync of `fragment` that is captured after inner step `step`.
 
-        They are for the numerator of a mean: only their ratios matter. 0 leaves an island out.
+        Only their ratios matter in a mean. 0 leaves an island out.
 
         Args:
             step: Inner steps completed, t.
@@ -55,7 +51,7 @@ class Participation:
         weights = np.zeros(self.num_islands, np.float32)
         weights[: self.active(step - 1)] = 1
         if self.shares:
-            weights *= np.asarray(self.shares, np.float32)
+            weights *= np.asarray(self.shares, np.float32) / np.float32(max(self.shares))
         if self.rows is not None:
             weights *= self._consumed(max(self.schedule.last_captured(fragment, step - 1), since), step)
         # Philox counts, so that any step can be drawn without those before it.

@@ -18,7 +18,7 @@ import numpy as np
 from haliax.tree_util import hashable_combine, hashable_partition
 from haliax.types import IntScalar
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 from levanter.trainer import Trainer
 
 from .fragments import Place
@@ -30,6 +30,8 @@ from .sync import Sync, SyncReport
 
 Kind = Literal["keep", "merge", "whole"]
 """A method of `Sync` on a fragment, beside `cross`."""
+
+Weights = Float[np.ndarray, " K"]
 
 KINDS_OF_OVERLAP: tuple[Kind, ...] = ("keep", "merge")
 
@@ -68,14 +70,14 @@ class Programs:
         everywhere, own = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((), (ISLAND,)))
         self._inner_shardings, self._sync_shardings = (
             InnerReport(own, own, own),
-            SyncReport(own, everywhere, everywhere),
+            SyncReport(own, everywhere, everywhere, everywhere),
         )
 
     def step(
-        self, state: DiLoCoState, batch: PyTree, *, crossing: Crossing | None, hooks: bool
+        self, state: DiLoCoState, batch: PyTree, *, crossing: Crossing | None, weights: Weights, hooks: bool
     ) -> tuple[DiLoCoState, InnerReport, SyncReport | None]:
-        """One inner step, with what crosses in it."""
-        program, *args = self._step_call(state, batch, crossing, hooks)
+        """One inner step, with what crosses in it; `weights` are of a fragment that is captured in it."""
+        program, *args = self._step_call(state, batch, crossing, weights, hooks)
         leaves, inner, sync = program(*args)
         return self._state(leaves), inner, sync
 
@@ -83,7 +85,7 @@ class Programs:
         self, state: DiLoCoState, batch: PyTree, *, crossing: Crossing | None = None, hooks: bool = False
     ) -> jax.stages.Traced:
         """Traces a step program without running it: for its jaxpr and its HLO."""
-        program, *args = self._step_call(state, batch, crossing, hooks)
+        program, *args = self._step_call(state, batch, crossing, self._all_alike(state), hooks)
         return program.trace(*args)
 
     def all_steps(self, state: DiLoCoState, batch: PyTree, schedule: Schedule) -> Iterator[StepProgram]:
@@ -102,14 +104,18 @@ class Programs:
                 step = partial(self.trace_step, state, batch, crossing=crossing)
                 yield StepProgram(f"inner + {name} {part}", runs, crossing, step)
             for kind in KINDS_OF_OVERLAP if overlaps else ():
-                verb = partial(self._sync_program(kind, part).trace, self._leaves(state), np.int32(0))
+                args = self._leaves(state), np.int32(0), self._all_alike(state)
+                verb = partial(self._sync_program(kind, part).trace, *args)
                 yield StepProgram(f"{kind} {part}", count, None, verb)
             fragment += count
 
-    def apply(self, kind: Kind, state: DiLoCoState, fragment: int) -> tuple[DiLoCoState, SyncReport | None]:
-        """Runs one verb of the sync on `fragment`, apart from an inner step."""
+    def apply(
+        self, kind: Kind, state: DiLoCoState, fragment: int, weights: Weights | None = None
+    ) -> tuple[DiLoCoState, SyncReport | None]:
+        """Runs one verb of the sync on `fragment`, apart from an inner step; `weights` for one that captures it."""
         part, index = self._place(fragment)
-        leaves, report = self._sync_program(kind, part)(self._leaves(state), index)
+        weights = self._all_alike(state) if weights is None else weights
+        leaves, report = self._sync_program(kind, part)(self._leaves(state), index, weights)
         return self._state(leaves), report
 
     def cross(self, state: DiLoCoState, crossing: Crossing) -> tuple[DiLoCoState, SyncReport | None]:
@@ -118,16 +124,27 @@ class Programs:
         leaves, report = self._cross_program(part, crossing.last)(self._leaves(state), index, np.int32(crossing.piece))
         return self._state(leaves), report
 
+    def seed(self, state: DiLoCoState, chosen: Bool[np.ndarray, " K"], active: int, *, copied: bool) -> DiLoCoState:
+        """Lets the chosen islands start anew from Theta; `active` islands train from now on."""
+        return self._state(self._seed_program(copied)(self._leaves(state), chosen, np.int32(active)))
+
     def settle(self, state: DiLoCoState) -> DiLoCoState:
         """Notes that no capture up to this step has an event left."""
         return self._state(self._settle_program(self._leaves(state)))
 
-    def _step_call(self, state: DiLoCoState, batch: PyTree, crossing: Crossing | None, hooks: bool) -> tuple:
+    def _step_call(
+        self, state: DiLoCoState, batch: PyTree, crossing: Crossing | None, weights: Weights, hooks: bool
+    ) -> tuple:
         """The step program and its arguments."""
         part, index = (None, np.int32(0)) if crossing is None else self._place(crossing.fragment)
         piece, last = (0, True) if crossing is None else crossing[1:]
         arrays, static = hashable_partition(batch, _is_array)
-        return self._step_program(part, last, hooks), self._leaves(state), arrays, index, np.int32(piece), static
+        program = self._step_program(part, last, hooks)
+        return program, self._leaves(state), arrays, index, np.int32(piece), weights, static
+
+    @staticmethod
+    def _all_alike(state: DiLoCoState) -> Weights:
+        return np.ones(state.islands.failed.shape, np.float32)
 
     def _place(self, fragment: int) -> tuple[str, np.int32]:
         """A fragment's part, and its index as programs take it: on the host, so that it lies on no device before."""
@@ -143,7 +160,12 @@ class Programs:
     @cache  # noqa: B019  as long-lived as the run
     def _step_program(self, part: str | None, last: bool, hooks: bool) -> jax.stages.Wrapped:
         def step(
-            leaves: list[jax.Array], batch: PyTree, index: IntScalar, piece: IntScalar, static: tuple
+            leaves: list[jax.Array],
+            batch: PyTree,
+            index: IntScalar,
+            piece: IntScalar,
+            weights: Float[Array, " K"],
+            static: tuple,
         ) -> tuple[list[jax.Array], InnerReport, SyncReport | None]:
             state, batch = self._state(leaves), hashable_combine(batch, static)
             place = None if part is None else Place(part, index)
@@ -155,22 +177,26 @@ class Programs:
                 islands, inner = inner_step(
                     self._trainer, state, batch, islands_per_slot=self._islands_per_slot, hooks=hooks
                 )
+                islands = self._sync.watch(islands, inner.loss)
                 state = dataclasses.replace(state, islands=islands, step=state.step + 1)
                 if place is not None and exchanged is not None:
                     state, report = self._sync.arrive(state, place, exchanged, last)
                 elif place is not None:
-                    state, report = self._sync.whole(state, place)
+                    state, report = self._sync.whole(state, place, weights)
             return self._leaves(state), inner, report
 
         reports = self._sync_shardings if part is not None and last else None
         out_shardings = (self._state_shardings, self._inner_shardings, reports)
-        return jax.jit(step, donate_argnums=0, static_argnums=4, out_shardings=out_shardings)
+        return jax.jit(step, donate_argnums=0, static_argnums=5, out_shardings=out_shardings)
 
     @cache  # noqa: B019
     def _sync_program(self, kind: Kind, part: str) -> jax.stages.Wrapped:
-        def apply(leaves: list[jax.Array], index: IntScalar) -> tuple[list[jax.Array], SyncReport | None]:
+        def apply(
+            leaves: list[jax.Array], index: IntScalar, weights: Float[Array, " K"]
+        ) -> tuple[list[jax.Array], SyncReport | None]:
+            args = (weights,) if kind in ("keep", "whole") else ()
             with hax.axis_mapping(self._mapping):
-                out = getattr(self._sync, kind)(self._state(leaves), Place(part, index))
+                out = getattr(self._sync, kind)(self._state(leaves), Place(part, index), *args)
             state, report = out if kind == "whole" else (out, None)
             return self._leaves(state), report
 
@@ -188,6 +214,14 @@ class Programs:
 
         out_shardings = (self._state_shardings, self._sync_shardings if last else None)
         return jax.jit(cross, donate_argnums=0, out_shardings=out_shardings)
+
+    @cache  # noqa: B019
+    def _seed_program(self, copied: bool) -> jax.stages.Wrapped:
+        def seed(leaves: list[jax.Array], chosen: Bool[Array, " K"], active: IntScalar) -> list[jax.Array]:
+            with hax.axis_mapping(self._mapping):
+                return self._leaves(self._sync.seed(self._state(leaves), chosen, active, copied))
+
+        return jax.jit(seed, donate_argnums=0, out_shardings=self._state_shardings)
 
     @functools.cached_property
     def _settle_program(self) -> jax.stages.Wrapped:

@@ -10,7 +10,7 @@ import optax
 from haliax import Axis
 from haliax.types import IntScalar
 from haliax.util import is_named_array
-from jaxtyping import Array, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 from levanter.callbacks import StepInfo
 from levanter.trainer_state import TrainerState, make_floating_point_trainable_filter, trainables_only
 from levanter.utils.jax_utils import move_tree_to_memory_kind
@@ -33,6 +33,12 @@ class Islands(eqx.Module):
     key: PRNGKeyArray
     """The island's own random stream."""
 
+    failed: Int[Array, " K"]
+    """1 if the guard has seen a loss that is not finite since the island was last seeded; the host loads no bool."""
+
+    weights: Float[Array, "K P"]
+    """The island's weight in the latest sync of each fragment, fixed at its capture; -1 if the guard left it out."""
+
 
 class DiLoCoState(TrainerState):
     """`model` is Theta and `opt_state` the outer optimizer's state, so that all of Levanter sees the outer model.
@@ -53,6 +59,9 @@ class DiLoCoState(TrainerState):
 
     residual: Params | None
     """What the wire format has lost so far, axes `{diloco, ...}`, f32; `None` without error feedback."""
+
+    active: Int[Array, ""]
+    """How many islands train: those of the lowest numbers."""
 
     outer_steps: Int[Array, " P"]
     """Outer steps taken by each fragment."""
@@ -105,13 +114,16 @@ class DiLoCoState(TrainerState):
             mp=host.mp,
             model_averaging=None,  # pyrefly: ignore[bad-argument-type]  optional in the host, its type forgets it
             islands=Islands(
-                params=_copies(params, Island),
-                opt_state=_copies(host.opt_state, Island),
+                params=copies(params, Island),
+                opt_state=copies(host.opt_state, Island),
                 key=key[None] if num_islands == 1 else jax.random.split(key, num_islands),
+                failed=jnp.zeros(num_islands, jnp.int32),
+                weights=jnp.zeros((num_islands, diloco.num_fragments), jnp.float32),
             ),
-            captured=_zeros(_copies(fragments, Island)) if diloco.overlap_steps else None,
+            captured=_zeros(copies(fragments, Island)) if diloco.overlap_steps else None,
             crossed=_zeros(fragments) if diloco.schedule.num_pieces > 1 else None,
-            residual=_zeros(_copies(outer, Island)) if diloco.error_feedback else None,
+            residual=_zeros(copies(outer, Island)) if diloco.error_feedback else None,
+            active=jnp.asarray(num_islands, jnp.int32),
             outer_steps=jnp.zeros(diloco.num_fragments, jnp.int32),
             settled=jnp.copy(host.step).astype(jnp.int32),
             schedule={
@@ -176,8 +188,8 @@ def _zeros(tree: PyTree) -> PyTree:
     return jax.tree.map(jnp.zeros_like, tree)
 
 
-def _copies(tree: PyTree, Island: Axis) -> PyTree:
-    """Every array of `tree` once for each island, on a new leading axis."""
+def copies(tree: PyTree, Island: Axis) -> PyTree:
+    """Returns every array of `tree` once for each island, on a new leading axis."""
 
     def copy(x: Any) -> Any:  # Any: a NamedArray, an array, or what an optimizer state holds besides
         if is_named_array(x):

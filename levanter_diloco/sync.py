@@ -5,19 +5,23 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
+from haliax import Axis
 from haliax.types import IntScalar
 from haliax.util import is_named_array
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 from levanter.trainer_state import trainables_only
 
 from .exchange import Exchange, Exchanged
 from .fragments import Params, Partition, Place, put_fragment, take_fragment
+from .memory import on_device
+from .moments import fresh_moments
 from .outer import ISLAND, island_gradients, merge, norm, outer_step
 from .placement import Placement
-from .state import DiLoCoState
+from .state import DiLoCoState, Islands, copies
 
 
 class SyncReport(NamedTuple):
@@ -28,43 +32,77 @@ class SyncReport(NamedTuple):
 
     outer_grad_norm: PyTree[Float[Array, ""]]
     outer_update_norm: PyTree[Float[Array, ""]]
+    weights: PyTree[Float[Array, " K"]]
+    """Of all islands, as they were in the mean: 0 for one that was absent, -1 for one that the guard left out."""
+
+
+class Guard(NamedTuple):
+    """Leaves an island out of a sync, with weight -1, whose outer gradient could spoil the mean."""
+
+    enabled: bool
+    """Whether it is left out for a loss or an outer gradient that is not finite."""
+
+    factor: float | None
+    """And for a norm of more than this multiple of the median of those that take part."""
 
 
 @dataclass(frozen=True)
 class Sync:
-    """The verbs of a sync, as pure functions of the state; the index of a fragment's place may be traced."""
+    """The verbs of a sync, as pure functions of the state; the index of a fragment's place may be traced.
+
+    `weights` are those that the options give each island, `[K]`, 0 for one that is absent.
+    """
 
     partition: Partition
     optimizer: optax.GradientTransformation
     mixing_alpha: float
     exchange: Exchange
     placement: Placement
+    inner_optimizer: optax.GradientTransformation
+    guard: Guard
+
+    def watch(self, islands: Islands, losses: Float[Array, " K"]) -> Islands:
+        """Notes which islands had a loss that is not finite."""
+        if not self.guard.enabled:
+            return islands
+        return dataclasses.replace(islands, failed=jnp.where(jnp.isfinite(losses), islands.failed, 1))
 
     def capture(self, state: DiLoCoState, place: Place) -> Params:
         """Returns `Delta_k` of one fragment, axes `{diloco, ...}`, f32, each on its own island."""
         islands = self.partition.take(state.islands.params, *place)
         return island_gradients(self.partition.take(self._outer(state), *place), islands)
 
-    def keep(self, state: DiLoCoState, place: Place) -> DiLoCoState:
+    def keep(self, state: DiLoCoState, place: Place, weights: Float[Array, " K"]) -> DiLoCoState:
         """Captures one fragment into the state, from where later steps exchange it (V >= 1)."""
-        return dataclasses.replace(state, captured={**(state.captured or {}), place.part: self.capture(state, place)})
+        gradients = self.capture(state, place)
+        state = self._weigh(state, place, self._sound(state, gradients, weights))
+        return dataclasses.replace(state, captured={**(state.captured or {}), place.part: gradients})
 
-    def reduce(self, state: DiLoCoState, place: Place, gradients: Params, piece: IntScalar | None = None) -> Exchanged:
+    def reduce(
+        self,
+        state: DiLoCoState,
+        place: Place,
+        gradients: Params,
+        weights: Float[Array, " K"],
+        piece: IntScalar | None = None,
+    ) -> Exchanged:
         """Returns `Delta`, axes `{...}`, f32, as far as it has crossed. The one exchange between islands.
 
         Without a piece all of it crosses at once.
         """
+        weights = self._limited(gradients, weights)
         # A key of its own for each exchange, the same again after a resume.
         key = jax.random.fold_in(jax.random.fold_in(state.training_key, state.step), self.partition.number(place))
         residual = None if state.residual is None else self.partition.take(state.residual, *place)
         if piece is None:
-            return dataclasses.replace(self.exchange, num_pieces=1).mean(gradients, key, residual=residual)
+            return dataclasses.replace(self.exchange, num_pieces=1).mean(gradients, weights, key, residual=residual)
         so_far = None if state.crossed is None else state.crossed[place.part]
-        return self.exchange.mean(gradients, key, piece, so_far, residual)
+        return self.exchange.mean(gradients, weights, key, piece, so_far, residual)
 
     def reduce_kept(self, state: DiLoCoState, place: Place, piece: IntScalar) -> Exchanged:
         """Reduces one piece of the fragment that `keep` captured."""
-        return self.reduce(state, place, self._kept(state, place), piece)
+        weights = state.islands.weights[:, self.partition.number(place)]
+        return self.reduce(state, place, self._kept(state, place), weights, piece)
 
     def arrive(
         self, state: DiLoCoState, place: Place, exchanged: Exchanged, last: bool
@@ -73,7 +111,7 @@ class Sync:
         state = self._remember(state, place, exchanged.residual)
         if not last:
             return dataclasses.replace(state, crossed={**(state.crossed or {}), place.part: exchanged.mean}), None
-        state, _, report = self._outer_step(state, place, self._kept(state, place), exchanged.mean)
+        state, _, report = self._outer_step(state, place, self._kept(state, place), exchanged)
         return state, report
 
     def cross(
@@ -86,39 +124,105 @@ class Sync:
         """Lets every island take up Theta of one fragment."""
         return self._merge(state, place, self.partition.take(self._outer(state), *place))
 
-    def whole(self, state: DiLoCoState, place: Place) -> tuple[DiLoCoState, SyncReport]:
+    def whole(self, state: DiLoCoState, place: Place, weights: Float[Array, " K"]) -> tuple[DiLoCoState, SyncReport]:
         """A sync without overlap: capture, reduce, outer step and merge of one fragment at once."""
         gradients = self.capture(state, place)
-        exchanged = self.reduce(state, place, gradients)
+        exchanged = self.reduce(state, place, gradients, self._sound(state, gradients, weights))
         state = self._remember(state, place, exchanged.residual)
-        state, after, report = self._outer_step(state, place, gradients, exchanged.mean)
+        state, after, report = self._outer_step(state, place, gradients, exchanged)
         return self._merge(state, place, after), report
+
+    def seed(
+        self, state: DiLoCoState, chosen: Bool[Array, " K"], active: IntScalar, copied: bool = False
+    ) -> DiLoCoState:
+        """Lets the chosen islands start anew from Theta, at the present place of the learning-rate schedule.
+
+        Args:
+            state: The state.
+            chosen: Which islands.
+            active: How many islands train from now on.
+            copied: Whether they take the inner moments of island 0; else these are fresh.
+        """
+        islands = state.islands
+        Island = _island_axis(islands.params)
+        theta = jax.tree.map(
+            lambda outer, own: on_device(outer).astype(own.dtype),
+            self._outer(state),
+            islands.params,
+            is_leaf=is_named_array,
+        )
+        if copied:
+            moments = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), islands.opt_state)
+        else:
+            moments = fresh_moments(copies(self.inner_optimizer.init(theta), Island), islands.opt_state)
+        residual = None if state.residual is None else jax.tree.map(jnp.zeros_like, state.residual)
+
+        def pick[T: PyTree](new: T, old: T) -> T:
+            return jax.tree.map(lambda x, y: jnp.where(jnp.expand_dims(chosen, range(1, y.ndim)), x, y), new, old)
+
+        islands = Islands(
+            params=pick(copies(theta, Island), islands.params),
+            opt_state=pick(moments, islands.opt_state),
+            key=islands.key,
+            failed=jnp.where(chosen, 0, islands.failed),
+            # Or it would be found, and seeded, once more when what it is captured of arrives.
+            weights=pick(jnp.maximum(islands.weights, 0), islands.weights),
+        )
+        return dataclasses.replace(
+            state, islands=islands, residual=pick(residual, state.residual), active=jnp.asarray(active, jnp.int32)
+        )
 
     def settle(self, state: DiLoCoState) -> DiLoCoState:
         """Notes that no capture up to this step has an event left."""
         return dataclasses.replace(state, settled=jnp.copy(state.step).astype(jnp.int32))
 
+    def _sound(self, state: DiLoCoState, gradients: Params, weights: Float[Array, " K"]) -> Float[Array, " K"]:
+        """The weights of the islands, -1 for those of which the guard knows a number that is not finite."""
+        if not self.guard.enabled:
+            return jnp.asarray(weights)
+        sound = jnp.isfinite(norm(gradients, _island_axis(gradients))) & (state.islands.failed == 0)
+        return jnp.where(sound, weights, -1)
+
+    def _limited(self, gradients: Params, weights: Float[Array, " K"]) -> Float[Array, " K"]:
+        """The weights, -1 for those islands too whose outer gradient is too long for the guard."""
+        if self.guard.factor is None:
+            return weights
+        norms = norm(gradients, _island_axis(gradients))
+        limit = self.guard.factor * jnp.nanmedian(jnp.where(weights > 0, norms, jnp.nan))
+        return jnp.where((weights > 0) & (norms > limit), -1, weights)
+
+    def _weigh(self, state: DiLoCoState, place: Place, weights: Float[Array, " K"]) -> DiLoCoState:
+        kept = state.islands.weights.at[:, self.partition.number(place)].set(weights)
+        return dataclasses.replace(state, islands=dataclasses.replace(state.islands, weights=kept))
+
     def _outer_step(
-        self, state: DiLoCoState, place: Place, gradients: Params, gradient: Params
+        self, state: DiLoCoState, place: Place, gradients: Params, exchanged: Exchanged
     ) -> tuple[DiLoCoState, Params, SyncReport]:
-        """Also returns the new Theta of the fragment: read back from the state, it would cost a copy of the stack."""
+        """Takes the outer step of one fragment; with no island in the mean, Theta and its optimizer state stay.
+
+        Also returns the new Theta of the fragment: read back from the state, it would cost a copy of the stack.
+        """
+        gradient, weights = exchanged.mean, exchanged.weights
+        taken = (weights > 0).any()
         outer = self._outer(state)
         before = self.partition.take(outer, *place)
         moments = state.opt_state[place.part]
-        own = self.placement.own(before)
-        own, mine = outer_step(self.optimizer, take_fragment(moments, place.index), own, gradient)
+        current = self.placement.own(before), take_fragment(moments, place.index)
+        stepped = outer_step(self.optimizer, current[1], current[0], gradient)
+        own, mine = jax.tree.map(lambda new, old: jnp.where(taken, new, old), stepped, current)
         after = self.placement.whole(own)
         model = eqx.combine(self.partition.put(outer, *place, after), state.model)
         opt_state = {**state.opt_state, place.part: put_fragment(moments, place.index, mine)}
-        counts = state.outer_steps.at[self.partition.number(place)].add(1)
-        Island = jax.tree.leaves(gradients, is_leaf=is_named_array)[0].resolve_axis(ISLAND)
+        counts = state.outer_steps.at[self.partition.number(place)].add(taken.astype(jnp.int32))
         moved = jax.tree.map(lambda new, old: new - old, after, before, is_leaf=is_named_array)
-        report = SyncReport(norm(gradients, Island), norm(gradient), norm(moved))
-        return dataclasses.replace(state, model=model, opt_state=opt_state, outer_steps=counts), after, report
+        report = SyncReport(norm(gradients, _island_axis(gradients)), norm(gradient), norm(moved), weights)
+        state = dataclasses.replace(state, model=model, opt_state=opt_state, outer_steps=counts)
+        return self._weigh(state, place, weights), after, report
 
     def _merge(self, state: DiLoCoState, place: Place, outer: Params) -> DiLoCoState:
         params = state.islands.params
-        merged = merge(outer, self.partition.take(params, *place), self.mixing_alpha)
+        present = hax.named(state.islands.weights[:, self.partition.number(place)] > 0, ISLAND)
+        merged = merge(outer, self.partition.take(params, *place), self.mixing_alpha, present)
         islands = dataclasses.replace(state.islands, params=self.partition.put(params, *place, merged))
         return dataclasses.replace(state, islands=islands)
 
@@ -135,3 +239,7 @@ class Sync:
     @staticmethod
     def _outer(state: DiLoCoState) -> Params:
         return trainables_only(state.model, state.is_trainable)
+
+
+def _island_axis(tree: Params) -> Axis:
+    return jax.tree.leaves(tree, is_leaf=is_named_array)[0].resolve_axis(ISLAND)

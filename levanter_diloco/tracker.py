@@ -51,10 +51,9 @@ class IslandTracker(CompositeTracker):
     see whole steps in order, a little late. Remembers the last evaluation loss.
     """
 
-    def __init__(self, loggers: list[Tracker], num_islands: int, board: Board | None):
+    def __init__(self, loggers: list[Tracker], board: Board | None):
         super().__init__(loggers)
         self.eval_loss: float | None = None
-        self._num_islands = num_islands
         self._board = board
         self._held: dict[int, dict[str, Any]] = {}  # Any: whatever a hook logs
         self._records: dict[int, StepRecord] = {}
@@ -86,9 +85,9 @@ class IslandTracker(CompositeTracker):
         for step in sorted(self._held.keys() | self._records.keys()):
             record = self._records.get(step)
             islands = {} if record is None or self._board is None else self._board.look(step)
+            complete = record is None or len(islands) == record.active
             # The newest step is still being logged; an older one waits for the slowest island.
-            if not everything and (step >= newest or (record is not None and len(islands) < self._num_islands)):
+            if not everything and (step >= newest or not complete):
                 return
-            complete = len(islands) == self._num_islands
             own = {} if record is None else metrics_of(islands, self._records.pop(step), complete)
             super().log({**self._held.pop(step, {}), **own}, step=step)

@@ -8,6 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import levanter.tracker
+import numpy as np
 import optax
 from jaxtyping import PRNGKeyArray, PyTree
 from levanter.callbacks import StepInfo
@@ -18,6 +19,7 @@ from levanter.trainer import Trainer, TrainStepResult, _unify_model_and_model_in
 from levanter.trainer_state import trainables_only
 from levanter.utils.types import ComputeLossFunction
 
+from .attendance import admit, replace_left_out
 from .checkpoint import StateLoader, holds_islands, save_without_barriers
 from .exchange import Exchange
 from .metrics import (
@@ -25,15 +27,15 @@ from .metrics import (
     StepRecord,
     first_local,
     inner_hyperparameters,
-    local_mean,
     local_values,
+    mean_loss,
     owned_islands,
 )
 from .partition import build_partition
 from .programs import Programs
 from .state import DiLoCoState, OuterStepInfo
 from .summary import Traffic, announce, farewell
-from .sync import Sync
+from .sync import Guard, Sync, SyncReport
 from .tracker import Board, IslandTracker
 from .trainer_config import DiLoCoTrainerConfig
 from .wire import wire_format
@@ -75,7 +77,16 @@ class DiLoCoTrainer(Trainer):
             self.schedule.num_pieces,
             config.placement.sharded,
         )
-        self.sync = Sync(self.partition, outer_optimizer, diloco.mixing_alpha, exchange, config.placement)
+        self.sync = Sync(
+            self.partition,
+            outer_optimizer,
+            diloco.mixing_alpha,
+            exchange,
+            config.placement,
+            optimizer,
+            Guard(diloco.guard, diloco.guard_factor),
+        )
+        self.participation = config.participation
         with levanter.tracker.current_tracker(self.tracker):  # else it would start trackers of its own
             self._island_trainer = Trainer(config.island_config, optimizer, loss_fn, add_default_hooks=False)
         self._island_trainer.hooks = self.hooks
@@ -90,7 +101,7 @@ class DiLoCoTrainer(Trainer):
                 save_without_barriers(self._checkpointer, self.schedule)
         # pyrefly: ignore[bad-argument-type]  the host has just set a tracker of its own
         loggers: list[Tracker] = getattr(self.tracker, "loggers", [self.tracker])
-        self.tracker = IslandTracker(loggers, config.layout.num_islands, board)
+        self.tracker = IslandTracker(loggers, board)
 
     def initial_state(
         self,
@@ -135,7 +146,7 @@ class DiLoCoTrainer(Trainer):
         if info is not None and info.next_step < self.num_train_steps and self.config.diloco.final_sync:
             # The data ended early, so no step knew that it was the last. The host's closing hooks come next.
             logger.info("The data ended at step %d: final sync.", info.next_step)
-            info.state = self._settle(info.state, StepRecord({}, {}, 0))
+            info.state = self._settle(info.state, StepRecord({}, {}, 0, int(info.state.active)))
 
     # pyrefly: ignore[bad-override]
     def run_hooks(self, info: StepInfo[DiLoCoState], force: bool = False) -> None:
@@ -155,25 +166,42 @@ class DiLoCoTrainer(Trainer):
         """Inner step t of every island, and what the schedule has for it."""
         programs, schedule = self.programs_for(state), self.schedule
         step, since = int(state.step) + 1, int(state.settled)
-        crossing = schedule.crossing(step, since)
-        state, inner, report = programs.step(state, (batch, batch_kwargs), crossing=crossing, hooks=hooks)
+        state = admit(state, programs, self.participation, copied=self.config.diloco.join_moments == "copied")
+        crossing, captured = schedule.crossing(step, since), schedule.captured(step, since)
+        weights = self.participation.weights(step, captured or 0, since)
+        data = (batch, batch_kwargs)
+        state, inner, report = programs.step(state, data, crossing=crossing, weights=weights, hooks=hooks)
         losses = local_values(inner.loss)
-        record = StepRecord({k: IslandRecord(loss) for k, loss in losses.items() if k in self._owned}, {}, 0)
-        if crossing is not None and report is not None:
-            record.add_sync(crossing.fragment, report, self.traffic.of_sync(crossing.fragment))
+        active = self.participation.active(step - 1)
+        present = {k: IslandRecord(loss) for k, loss in losses.items() if k in self._owned and k < active}
+        record = StepRecord(present, {}, 0, active)
+        self._note(record, None if crossing is None else crossing.fragment, report)
         if schedule.overlap_steps > 0:
             if (merging := schedule.merged(step, since)) is not None:
                 state, _ = programs.apply("merge", state, merging)
-            if (captured := schedule.captured(step, since)) is not None:
-                state, _ = programs.apply("keep", state, captured)
+            if captured is not None:
+                state, _ = programs.apply("keep", state, captured, weights)
         if step == self.num_train_steps and self.config.diloco.final_sync:
             state = self._settle(state, record)
+        if self.config.diloco.guard:
+            state = replace_left_out(state, programs, record)
         record.bytes_per_island = self.traffic.sent(state.outer_steps)
         self.tracker.report(step - 1, record)
         log_optimizer_hyperparams(inner_hyperparameters(state.islands.opt_state), prefix="optim", step=step - 1)
         infos = first_local(inner.hook_infos) if hooks else None
-        loss_metrics = {name: local_mean(values) for name, values in inner.loss_metrics.items()}
-        return TrainStepResult(local_mean(inner.loss), state, loss_metrics, infos)
+        loss_metrics = {name: self._local_mean(values, active) for name, values in inner.loss_metrics.items()}
+        return TrainStepResult(self._local_mean(inner.loss, active), state, loss_metrics, infos)
+
+    def _note(self, record: StepRecord, fragment: int | None, report: SyncReport | None) -> None:
+        if fragment is not None and report is not None:
+            record.add_sync(fragment, report, self.traffic.of_sync(fragment))
+
+    def _local_mean(self, per_island: jax.Array, active: int) -> Any:  # Any: a float where the host has an array
+        """Mean over the islands of this process that train; with the guard, of what is finite."""
+        values = local_values(per_island)
+        # A process whose islands are all absent has to say something.
+        present = [value for island, value in values.items() if island < active] or [*values.values()]
+        return np.float32(mean_loss(present) if self.config.diloco.guard else np.mean(present))
 
     def programs_for(self, state: DiLoCoState) -> Programs:
         """The run's programs, made from the first state that is trained: the host may still change one before."""
@@ -187,14 +215,13 @@ class DiLoCoTrainer(Trainer):
         step, since = int(state.step), int(state.settled)
         for crossing in schedule.to_cross(step, since):
             state, report = programs.cross(state, crossing)
-            if report is not None:
-                record.add_sync(crossing.fragment, report, self.traffic.of_sync(crossing.fragment))
+            self._note(record, crossing.fragment, report)
         for _, fragment in schedule.unmerged(step, since):
             state, _ = programs.apply("merge", state, fragment)
         for fragment in schedule.unsynced(step, self.config.diloco.mixing_alpha, since):
-            state, report = programs.apply("whole", state, fragment)
-            if report is not None:
-                record.add_sync(fragment, report, self.traffic.of_sync(fragment))
+            weights = self.participation.weights(step, fragment, since)
+            state, report = programs.apply("whole", state, fragment, weights)
+            self._note(record, fragment, report)
         return programs.settle(state)
 
     def _maybe_save_jaxpr(self, name: str, fn: Any, *args: Any, **kwargs: Any) -> Any:  # Any: as the host's

@@ -13,9 +13,10 @@ from levanter.schedule import ScheduleStep, distinct_values
 from levanter.trainer import TrainerConfig
 
 from .config import DiLoCoConfig
-from .errors import PATH, OptionError
+from .errors import PATH, OptionError, option_error
 from .mesh import IslandLayout, island_mesh, resolve_islands
 from .outer import ISLAND
+from .participation import Participation
 from .placement import Placement
 
 
@@ -29,6 +30,27 @@ class DiLoCoTrainerConfig(TrainerConfig):
     def layout(self) -> IslandLayout:
         """How many islands there are and where; needs the devices."""
         return resolve_islands(self.diloco, self.mesh, jax.device_count(), self.num_slices)
+
+    @cached_property
+    def participation(self) -> Participation:
+        """Which islands train when, and with which weight each takes part in a sync."""
+        diloco, num_islands = self.diloco, self.layout.num_islands
+        counts = tuple((step, count) for step, count in diloco.schedule_islands or ())
+        for _, count in counts:
+            if count > num_islands:
+                works = [[step, min(count, num_islands)] for step, count in counts]
+                rule = f"name at most the {num_islands} islands that there are"
+                raise option_error("schedule_islands", diloco.schedule_islands, rule, works)
+        shares = () if isinstance(diloco.weights, str) else tuple(diloco.weights)
+        if shares and len(shares) != num_islands:
+            rule = f"have one number for each of the {num_islands} islands"
+            raise option_error("weights", diloco.weights, rule, [1.0] * num_islands)
+
+        def rows(completed: int) -> int:
+            return self.batch_schedule.batch_size_at_step(completed)
+
+        consumed = rows if diloco.weights == "tokens" else None
+        return Participation(num_islands, diloco.schedule, self.seed, diloco.drop_rate, counts, shares, consumed)
 
     @cached_property
     def device_mesh(self) -> Mesh:
@@ -89,6 +111,10 @@ class DiLoCoTrainerConfig(TrainerConfig):
         if self.diloco.enabled:
             self._refuse_what_islands_cannot_do()
             self.placement.check()
+            _ = self.participation  # refused here, if at all
+            if self.diloco.guard:  # which takes their place: one bad island does not stop the run
+                self.crash_on_nan = self.crash_on_inf = False
+            self._check_island_data()
             # Any: the fields' own types
             options: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
             options["train_batch_size"] = self._island_batch_size()
@@ -112,6 +138,12 @@ class DiLoCoTrainerConfig(TrainerConfig):
             raise OptionError(
                 f"trainer.mesh.batch_axis_name (None) must name the axis that {PATH} splits; batch works."
             )
+
+    def _check_island_data(self) -> None:
+        mixtures, num_islands = self.diloco.island_data, self.layout.num_islands
+        if not isinstance(mixtures, str) and len(mixtures) != num_islands:
+            rule = f"hold one for each of the {num_islands} islands"
+            raise option_error("island_data", f"{len(mixtures)} mixtures", rule, f"a list of {num_islands}")
 
     def _island_batch_size(self) -> int | list[ScheduleStep[int]]:
         """B / K, for every phase of the batch schedule; fills in B where only the batch per device is given."""

@@ -3,6 +3,8 @@
     .venv/bin/python scripts/bench_quality.py islands --output .quickstart/quality   # data parallel, K = 1, 2, 4
     .venv/bin/python scripts/bench_quality.py islands --output .quickstart/quality --plot losses.png
     .venv/bin/python scripts/bench_quality.py wires --output .quickstart/quality     # the wire formats
+    .venv/bin/python scripts/bench_quality.py drops --output .quickstart/quality     # outer gradients that are lost
+    .venv/bin/python scripts/bench_quality.py schedules --output .quickstart/quality # islands that come and go
 
 Each run is `levanter-diloco train_lm` on configs/one_device.yaml with other options, in a process of its own, on one
 CPU device. A seed sets the initial model and the order of the data, alike in every arm. Finished runs are kept in the
@@ -37,6 +39,9 @@ class Arm:
     expected: float | None = None
     """Loss relative to data parallelism of the 35M model in arXiv:2503.09799, table of losses at H = 30."""
 
+    steps: int | None = None
+    """Of the run, where it is not the config's."""
+
 
 def islands(count: int, period: int, outer_lr: float, expected: float | None = None) -> Arm:
     """Vanilla DiLoCo, with the outer learning rate that is best for its islands in small models, arXiv:2503.09799."""
@@ -52,6 +57,20 @@ def wire(name: str) -> Arm:
     return Arm(name, {"islands_per_slot": 2, "num_fragments": 3, **overlap, "outer": outer, "wire": name})
 
 
+def drop(rate: float) -> Arm:
+    """Four islands, 30 outer steps, in which outer gradients are lost as in arXiv:2311.08105, section 3.2."""
+    arm = islands(4, 10, 0.8)
+    return Arm(f"drop {rate:.0%}", {**arm.options, "drop_rate": rate})
+
+
+def compute(name: str, counts: list[int]) -> Arm:
+    """Up to four islands in equal phases, always 600 island steps in all [arXiv:2311.08105, section 3.2]."""
+    phase = 600 // sum(counts)
+    schedule = [[i * phase, count] for i, count in enumerate(counts)]
+    arm = islands(4, 10, 0.8)
+    return Arm(name, {**arm.options, "schedule_islands": schedule}, steps=phase * len(counts))
+
+
 GROUPS = {
     "islands": [
         Arm("data parallel", {"enabled": False}),
@@ -61,6 +80,15 @@ GROUPS = {
         islands(2, 100, 0.6),
         islands(4, 30, 0.8, 3.554 / 3.485),
         islands(4, 100, 0.8),
+    ],
+    "drops": [drop(rate) for rate in (0.0, 0.1, 0.3, 0.5)],
+    "schedules": [
+        compute("constant, 4 islands", [4]),
+        compute("constant, 1 island", [1]),
+        compute("doubling, 2 to 4", [2, 4]),
+        compute("halving, 4 to 2", [4, 2]),
+        compute("ramping up, 1 to 4", [1, 2, 3, 4]),
+        compute("ramping down, 4 to 1", [4, 3, 2, 1]),
     ],
     "wires": [wire(name) for name in ("f32", "bf16", "int8", "int4", "e3m0")],
 }
@@ -83,6 +111,7 @@ def run(arm: Arm, seed: int, output: Path) -> Path:
     trainer["tracker"] = {"type": "json_lines", "path": str(metrics)}
     trainer["checkpointer"] = {"base_path": str(folder / "checkpoints"), "save_interval": None, "keep": []}
     trainer["load_checkpoint"] = False
+    trainer["num_train_steps"] = arm.steps or trainer["num_train_steps"]
     trainer["steps_per_eval"] = trainer["num_train_steps"]
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "HF_HUB_OFFLINE": "1"}

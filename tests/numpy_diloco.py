@@ -53,6 +53,7 @@ class Options:
     def active(self, completed: int) -> int:
         """Islands that train in the step after `completed` steps."""
         count = self.num_islands
+        completed = max(completed, 0)
         for start, value in self.phases:
             if start <= completed:
                 count = value
@@ -108,6 +109,9 @@ class DiLoCo:
         """One inner step of every island that trains, by `gradient(island, parameters)`, and the events after it."""
         o = self.options
         active = o.active(self.completed)
+        for k in range(o.active(self.completed - 1), active):  # those that join
+            self.islands[k] = self.outer
+            self.inner_momentum[k] = 0
         for k in range(active):
             slope = gradient(k, self.islands[k])
             self.inner_momentum[k] = slope + o.inner_momentum * self.inner_momentum[k]
@@ -123,9 +127,6 @@ class DiLoCo:
             self.capture(o.captured(t))
         if last and o.final_sync:
             self.settle()
-        for k in range(active, o.active(t)):  # those that join
-            self.islands[k] = self.outer
-            self.inner_momentum[k] = 0
 
     def capture(self, fragment: int | None) -> None:
         if fragment is not None:

@@ -172,6 +172,22 @@ def test_registered_optimizer_builds_any_optax_transformation(decode: Any):
         ({"wire_block": 0}, "wire_block (0) must be even and at least 2; 256 works."),
         ({"wire_rounding": "up"}, "wire_rounding (up) must be one of nearest, stochastic; nearest works."),
         ({"error_feedback": True}, "error_feedback (True) must be false with wire f32; wire: int4 works."),
+        ({"island_data": "split"}, "island_data (split) must be one of shared, sharded; shared works."),
+        (
+            {"island_data": [{"web": 1.0}, {"web": 0.0}]},
+            "island_data ([{'web': 1.0}, {'web': 0.0}]) must give each island weights that are finite numbers of at "
+            "least 0, not all 0; [{'web': 1.0}, {'code': 1.0}] works.",
+        ),
+        (
+            {"island_data": [{"web": float("nan"), "code": 1.0}]},
+            "island_data ([{'web': nan, 'code': 1.0}]) must give each island weights that are finite numbers of at "
+            "least 0, not all 0; [{'web': 1.0}, {'code': 1.0}] works.",
+        ),
+        (
+            {"island_data": []},
+            "island_data ([]) must give each island weights that are finite numbers of at least 0, not all 0; "
+            "[{'web': 1.0}, {'code': 1.0}] works.",
+        ),
         ({"islands_per_slot": 0}, "islands_per_slot (0) must be at least 1; 2 works."),
         ({"ici_islands": 0}, "ici_islands (0) must be at least 1, or -1 to infer it; 2 works."),
         ({"ici_islands": -2}, "ici_islands (-2) must be at least 1, or -1 to infer it; 2 works."),
@@ -269,6 +285,16 @@ def test_outer_type_defaults_to_nesterov_and_can_be_chosen(decode: Any):
     )
 
 
+def test_island_data_is_a_word_or_a_list_of_mixtures(decode: Any):
+    assert decode("trainer: {diloco: {}}").island_data == "shared"
+    assert decode("trainer: {diloco: {island_data: sharded}}").island_data == "sharded"
+    mixtures = [{"web": 1.0, "code": 0.5}, {"code": 2.0}]
+    assert decode("trainer: {diloco: {island_data: [{web: 1, code: 0.5}, {code: 2}]}}").island_data == mixtures
+    assert decode("trainer: {diloco: {}}", "--trainer.diloco.island_data", "sharded").island_data == "sharded"
+    flag = ["--trainer.diloco.island_data", "[{web: 1, code: 0.5}, {code: 2}]"]
+    assert decode("trainer: {diloco: {}}", *flag).island_data == mixtures
+
+
 def test_unknown_option_lists_the_known_ones(refusal: Any):
     line = refusal("trainer: {diloco: {sync_perod: 5}}")
     assert "trainer.diloco" in line and "sync_perod" in line
@@ -308,6 +334,8 @@ def test_rule_broken_in_yaml_is_the_same_sentence(refusal: Any, block: str, sent
     [
         ("{sync_period: abc}", ["trainer.diloco.sync_period", "'abc'"]),
         ("{sync_period: 1.5}", ["trainer.diloco.sync_period", "'1.5'"]),
+        ("{island_data: split}", ["trainer.diloco.island_data", "split", "shared"]),
+        ("{island_data: [{web: much}]}", ["trainer.diloco.island_data", "much"]),
         ("{layer_order: sideways}", ["trainer.diloco.layer_order", "'sideways'", "interleaved, sequential"]),
         ("{outer: {lr_schedule: steep}}", ["trainer.diloco.outer.lr_schedule", "'steep'", "constant, linear, cosine"]),
     ],

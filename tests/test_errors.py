@@ -89,6 +89,17 @@ def test_value_out_of_range_is_refused(
             {"trainer__mesh__axes": {"data": -1, "diloco": 4}},
             ["trainer.diloco.ici_islands", "(2)", "trainer.mesh.axes.diloco (4)", "leaving one of the two out works"],
         ),
+        # K and the data
+        (
+            {"island_data": [{"topics": 1.0}]},
+            {},
+            ["trainer.diloco.island_data", "(1 mixtures)", "2 islands", "a list of 2 works"],
+        ),
+        (
+            {"island_data": [{"topics": 1.0}, {"topcis": 1.0}]},
+            {},
+            ["trainer.diloco.island_data", "(topcis)", "data.components", "topics works"],
+        ),
         # B and K
         ({}, {"trainer__train_batch_size": 7}, ["trainer.train_batch_size", "(7)", "2 islands", "8 works"]),
         (

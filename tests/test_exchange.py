@@ -66,9 +66,19 @@ def gradients_on(mesh: Mesh, leaves: dict[str, tuple[Axis, ...]], islands_per_sl
     return {**{name: leaf(axes) for name, axes in leaves.items()}, "frozen": None}
 
 
+def alike(gradients: Any) -> jax.Array:
+    """Equal weights."""
+    return jnp.ones(jax.tree.leaves(gradients, is_leaf=is_named_array)[0].axes[0].size)
+
+
+def weights_bytes(gradients: Any) -> int:
+    """What a device sends besides a fragment: a place for the weight of each island."""
+    return 4 * alike(gradients).size
+
+
 def compiled(mesh: Mesh, gradients: Any, wire: WireFormat = F32_WIRE) -> jax.stages.Compiled:
     exchange = Exchange(mesh, MAPPING, wire)
-    return jax.jit(lambda tree: exchange.mean(tree, jax.random.key(0)).mean).lower(gradients).compile()
+    return jax.jit(lambda tree: exchange.mean(tree, alike(tree), jax.random.key(0)).mean).lower(gradients).compile()
 
 
 def exact_mean(x: NamedArray) -> np.ndarray:
@@ -190,7 +200,7 @@ def test_mean_by_hand():
     # Islands 1 and 2 on each element but the last, where they are 5 and -1.
     mesh = mesh_of("2 islands x 4 data")
     gradients = {"embed": hax.named(jnp.array([[1.0] * 7 + [5.0], [2.0] * 7 + [-1.0]]), (Axis("diloco", 2), Embed))}
-    mean = Exchange(mesh, MAPPING, F32(2)).mean(gradients, jax.random.key(0)).mean["embed"]
+    mean = Exchange(mesh, MAPPING, F32(2)).mean(gradients, jnp.ones(2), jax.random.key(0)).mean["embed"]
     assert mean.axes == (Embed,)
     assert mean.array.tolist() == [1.5] * 7 + [2.0]
 
@@ -256,7 +266,7 @@ def test_islands_exchange_the_fragment_once_and_nothing_else(name: str, islands_
         assert sorted(map(sorted, collective.groups)) == [
             list(range(place, mesh.size, per_island)) for place in range(per_island)
         ]
-    sent = per_island * sum(collective.sent for collective in crossing)
+    sent = per_island * (sum(collective.sent for collective in crossing) - weights_bytes(gradients))
     assert 0 <= sent - fragment_bytes(gradients) <= padding_bytes(mesh, gradients)
 
 
@@ -264,7 +274,8 @@ def test_islands_exchange_the_fragment_once_and_nothing_else(name: str, islands_
 def test_leaf_is_sent_once_however_it_is_replicated(leaf: str):
     mesh = mesh_of("2 islands x 2 data x 2 model")
     gradients = gradients_on(mesh, {leaf: LEAVES[leaf]})
-    sent = 4 * sum(c.sent for c in between_islands(compiled(mesh, gradients).as_text(), mesh))
+    crossing = between_islands(compiled(mesh, gradients).as_text(), mesh)
+    sent = 4 * (sum(c.sent for c in crossing) - weights_bytes(gradients))
     # Padded: 35 elements are cut among 4 copies as 9 each, a shard of 3 among 2 as 2 each, one among 4 as 1 each.
     exact = {"odd": 4 * 36, "tensor": 4 * 8, "scalar": 4 * 4, "single": 4 * 4}
     assert sent == exact.get(leaf, fragment_bytes(gradients))
@@ -291,7 +302,8 @@ def test_every_element_is_averaged_for_leaves_of_any_shape(
     for leaf in leaves:
         np.testing.assert_allclose(means[leaf].array, exact_mean(gradients[leaf]), atol=1e-6, rtol=0)
     per_island = mesh.size // mesh.shape["diloco"]
-    sent = per_island * sum(c.sent for c in between_islands(program.as_text(), mesh))
+    crossing = between_islands(program.as_text(), mesh)
+    sent = per_island * (sum(c.sent for c in crossing) - weights_bytes(gradients))
     assert 0 <= sent - fragment_bytes(gradients) <= padding_bytes(mesh, gradients)
 
 
@@ -327,10 +339,10 @@ def test_bytes_on_the_wire_are_the_payload(wire: str, kind: str):
     crossing = between_islands(compiled(mesh, gradients, exchange.wire).as_text(), mesh)
     assert kind in {collective.kind for collective in crossing}
     sent = sum(one.sent // (8 if one.kind == "all-gather" else 1) for one in crossing)
-    assert sent == exchange.payload_bytes(gradients)
+    assert sent - weights_bytes(gradients) == exchange.payload_bytes(gradients)
     if wire == "e3m0":
         # Small leaves are joined: 24 + 6 + 48 + 12 + 35 + 1 + 1 elements in 2 blocks, of 32 bytes and a scale each.
-        assert sent == 2 * 36
+        assert sent - weights_bytes(gradients) == 2 * 36
 
 
 def test_payload_by_hand():
@@ -372,7 +384,8 @@ def test_pieces_are_the_whole_bit_for_bit(name: str, num_pieces: int):
     gradients = gradients_on(mesh, LEAVES)
     whole = compiled(mesh, gradients)(gradients)
     exchange = Exchange(mesh, MAPPING, F32(2), num_pieces)
-    cross = jax.jit(lambda so_far, piece: exchange.mean(gradients, jax.random.key(0), piece, so_far).mean)
+    weights = alike(gradients)
+    cross = jax.jit(lambda so_far, piece: exchange.mean(gradients, weights, jax.random.key(0), piece, so_far).mean)
     so_far = jax.tree.map(jnp.zeros_like, whole)
     untouched = sum(np.sum(x == 0) for x in jax.tree.leaves(so_far))
     for piece in range(num_pieces):
@@ -383,7 +396,8 @@ def test_pieces_are_the_whole_bit_for_bit(name: str, num_pieces: int):
     assert cross._cache_size() <= 2  # the first buffer is placed anew, the piece is traced
     for a, b in zip(jax.tree.leaves(so_far), jax.tree.leaves(whole), strict=True):
         assert np.array_equal(a, b)
-    sent = sum(c.sent for c in between_islands(cross.lower(so_far, 0).compile().as_text(), mesh))
+    crossing = between_islands(cross.lower(so_far, 0).compile().as_text(), mesh)
+    sent = sum(c.sent for c in crossing) - weights_bytes(gradients)
     per_island = mesh.size // mesh.shape["diloco"]
     padding = per_island * len(LEAVES) * 4
     assert per_island * sent <= fragment_bytes(gradients) / num_pieces + padding
@@ -398,12 +412,12 @@ def test_error_feedback_loses_nothing_in_the_long_run(num_pieces: int):
     residual = jax.tree.map(jnp.zeros_like, gradients)
     zeros = jax.tree.map(jnp.zeros_like, outer_gradient(gradients))
     total = jax.tree.map(jnp.zeros_like, zeros)
-    cross = jax.jit(lambda *args: exchange.mean(gradients, jax.random.key(0), *args))
+    cross = jax.jit(lambda *args: exchange.mean(gradients, alike(gradients), jax.random.key(0), *args))
     rounds = 8
     for _ in range(rounds):
         so_far = zeros
         for piece in range(num_pieces):
-            so_far, residual = cross(piece, so_far, residual)
+            so_far, _, residual = cross(piece, so_far, residual)
         total = jax.tree.map(jnp.add, total, so_far)
     # Leaves that are replicated alike share blocks, so the largest element of all counts.
     bound = 2 * BOUND["int4"] * max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradients)) + 1e-5

@@ -97,6 +97,17 @@ def function(path: str) -> Callable:
             "tokens loss_weight ignore_id eos_id segment_ids sliding_window block_cross_document_attention",
         ),
         ("levanter.data.text.examples:named_lm_example_from_grug", "example Pos batch_axis"),
+        # the training set
+        ("levanter.data.text.datasets:LmDataConfig.train_set", "self Pos batch_schedule key"),
+        ("levanter.data.text.datasets:LmDataConfig.train_sets", "self Pos initial_batch_size key"),
+        ("levanter.data.text.datasets:NamedLmDataset.__init__", "self dataset Pos"),
+        (
+            "levanter.data.mixture:MixtureDataset.__init__",
+            "self datasets weights block_size randomize_blocks key stop_strategy start_offsets",
+        ),
+        ("levanter.schedule:BatchSchedule.find_step_containing_offset", "self offset"),
+        ("levanter.schedule:BatchSchedule.global_data_offset_by_step", "self step"),
+        ("levanter.utils.thread_utils:blocking_wait", "coro"),
         ("levanter.trainer:TrainerConfig._initialize_jax_config", "self"),
         (
             "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel"
@@ -138,6 +149,10 @@ def test_fields_are_those_we_fill_in(path: str, fields: str) -> None:
             "steps_per_eval log_jaxprs log_xla_hlo log_dir quantization model_averaging use_explicit_mesh_axes",
         ),
         ("levanter.utils.mesh:MeshConfig", "axes dcn_axes batch_axis_name"),
+        (
+            "levanter.data.text.datasets:LmDataConfig",
+            "components train_weights mixture_block_size stop_strategy prior_context_phases",
+        ),
         ("levanter.checkpoint:CheckpointerConfig", "base_path keep save_interval"),
         (
             "levanter.main.train_lm:TrainLmConfig",
@@ -167,6 +182,11 @@ def test_main_of_the_host_reads_its_global(name: str) -> None:
 def test_main_of_the_host_loads_a_full_state_without_more_arguments() -> None:
     source = inspect.getsource(importlib.import_module("levanter.main.train_lm").main)
     assert "state = load_checkpoint(state, checkpoint_path)" in source
+
+
+def test_main_of_the_host_asks_the_data_config_for_its_training_set() -> None:
+    source = " ".join(inspect.getsource(importlib.import_module("levanter.main.train_lm").main).split())
+    assert "config.data.train_set( Pos, config.trainer.batch_schedule, key=data_key, )" in source
 
 
 @pytest.mark.parametrize("name", ["_jit_train_step_fn", "_jit_train_step_fn_no_hook", "_maybe_save_jaxpr"])

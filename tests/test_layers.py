@@ -39,9 +39,12 @@ LAYERS = {
     1: ["memory", "fragments", "layer_partition", "balanced_partition", "partition", "outer", "moments"],
     2: [
         *("mesh", "cut", "exchange", "state", "placement", "inner", "sync", "programs"),
-        *("embedding", "attention", "audit"),
+        *("embedding", "attention", "audit", "island_rows"),
     ],
-    3: ["trainer_config", "metrics", "checkpoint", "summary", "json_lines", "trainer", "binding", "tracker"],
+    3: [
+        *("trainer_config", "metrics", "checkpoint", "summary", "json_lines", "trainer", "binding", "tracker"),
+        *("attendance", "island_data"),
+    ],
     4: ["plugin"],
     5: ["cli", "reading", "main.__init__", "main.train_lm", "main.bench_lm", "aot", "compile", "compile_report"],
 }

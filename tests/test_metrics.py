@@ -58,8 +58,11 @@ class OrderedRecorder(Recorder):
         self.finished = True
 
 
-def record(losses: Mapping[int, float], sent: int = 0) -> StepRecord:
-    return StepRecord({island: IslandRecord(loss) for island, loss in losses.items()}, {}, sent)
+LOSSES_AND_DISTANCES = ((1.0, 3.0), (2.0, 9.0), (float("nan"), float("nan")), (3.0, 4.0))
+
+
+def record(losses: Mapping[int, float], sent: int = 0, active: int = 2) -> StepRecord:
+    return StepRecord({island: IslandRecord(loss) for island, loss in losses.items()}, {}, sent, active)
 
 
 def pairwise_cosine(vectors: np.ndarray) -> float:
@@ -122,7 +125,7 @@ def test_metrics_without_a_sync_are_the_losses():
 def test_metrics_of_a_sync_by_hand():
     # |Delta_0| = 3, |Delta_1| = 4 at a right angle: the mean has norm 2.5.
     islands = {1: IslandRecord(4.0, {2: 4.0}), 0: IslandRecord(1.0, {2: 3.0})}
-    metrics = metrics_of(islands, StepRecord(islands, {2: SyncRecord(2.5, 1.75, 48)}, 480))
+    metrics = metrics_of(islands, StepRecord(islands, {2: SyncRecord(2.5, 1.75, 48, (1.0, 1.0))}, 480, 2))
     assert metrics == {
         "train/loss": 2.5,
         "train/loss_island_0": 1.0,
@@ -131,6 +134,8 @@ def test_metrics_of_a_sync_by_hand():
         "diloco/synced_fragment": 2,
         "diloco/synced_bytes": 48,
         "diloco/bytes_per_island": 480,
+        "diloco/participants": 2,
+        "diloco/left_out": 0,
         "diloco/outer_grad_norm": 2.5,
         "diloco/outer_update_norm": 1.75,
         "diloco/island_distance": 3.5,
@@ -141,14 +146,15 @@ def test_metrics_of_a_sync_by_hand():
 
 def test_metrics_of_one_island_have_no_cosine():
     islands = {0: IslandRecord(1.0, {0: 3.0})}
-    metrics = metrics_of(islands, StepRecord(islands, {0: SyncRecord(3.0, 1.0, 4)}, 4))
+    metrics = metrics_of(islands, StepRecord(islands, {0: SyncRecord(3.0, 1.0, 4, (1.0,))}, 4, 1))
     assert "diloco/outer_grad_cosine" not in metrics
     assert metrics["diloco/island_distance"] == metrics["diloco/island_distance_max"] == 3.0
 
 
 def test_metrics_of_several_syncs_in_a_step_are_named_by_fragment():
     islands = {0: IslandRecord(1.0, {0: 3.0, 2: 5.0})}
-    metrics = metrics_of(islands, StepRecord(islands, {0: SyncRecord(3.0, 1.0, 4), 2: SyncRecord(5.0, 2.0, 8)}, 12))
+    syncs = {0: SyncRecord(3.0, 1.0, 4, (1.0,)), 2: SyncRecord(5.0, 2.0, 8, (1.0,))}
+    metrics = metrics_of(islands, StepRecord(islands, syncs, 12, 1))
     assert metrics["diloco/synced_fragment/fragment_0"] == 0
     assert metrics["diloco/synced_fragment/fragment_2"] == 2
     assert metrics["diloco/outer_grad_norm/fragment_2"] == 5.0
@@ -183,15 +189,20 @@ def test_one_process_owns_all_islands():
 
 
 def test_step_record_takes_in_the_distances_of_its_own_islands():
-    step = record({0: 1.0, 2: 2.0})
-    step.add_sync(3, SyncReport(on_islands([1.0, 2.0, 3.0, 4.0]), jnp.float32(0.5), jnp.float32(0.25)), 16)
-    assert step.syncs == {3: SyncRecord(0.5, 0.25, 16)}
+    step = record({0: 1.0, 2: 2.0}, active=4)
+    weights = jnp.array([1.0, 0.0, -1.0, 1.0])
+    step.add_sync(
+        3,
+        SyncReport(on_islands([1.0, 2.0, 3.0, 4.0]), jnp.float32(0.5), jnp.float32(0.25), weights),
+        16,
+    )
+    assert step.syncs == {3: SyncRecord(0.5, 0.25, 16, (1.0, 0.0, -1.0, 1.0))}
     assert {island: own.distance for island, own in step.islands.items()} == {0: {3: 1.0}, 2: {3: 3.0}}
 
 
 def test_tracker_without_a_board_logs_at_once():
     recorder = OrderedRecorder()
-    tracker = IslandTracker([recorder], 2, None)
+    tracker = IslandTracker([recorder], None)
     tracker.report(0, record({0: 1.0, 1: 3.0}))
     assert recorder.steps[0]["train/loss"] == 2.0
     tracker.log({"grad/norm": 5.0}, step=0)
@@ -201,14 +212,14 @@ def test_tracker_without_a_board_logs_at_once():
 def test_tracker_of_a_process_that_owns_no_island_logs_nothing_of_islands():
     # An island over two processes: the second one speaks for none, and has no board.
     recorder = OrderedRecorder()
-    tracker = IslandTracker([recorder], 2, None)
+    tracker = IslandTracker([recorder], None)
     tracker.report(0, record({}))
     assert not any(name.startswith("train/loss") for name in recorder.steps.get(0, {}))
 
 
 def test_tracker_holds_a_step_until_all_islands_have_reported_it():
     board, recorder = SharedBoard(), OrderedRecorder()
-    tracker = IslandTracker([recorder], 2, board)  # this process has island 0
+    tracker = IslandTracker([recorder], board)  # this process has island 0
     tracker.report(0, record({0: 1.0}))
     tracker.log({"throughput": 9.0}, step=0)
     tracker.report(1, record({0: 2.0}))
@@ -228,7 +239,7 @@ def test_tracker_holds_a_step_until_all_islands_have_reported_it():
 def test_tracker_keeps_the_order_of_steps():
     # Island 1 reports step 1 before step 0 can be seen: step 1 has to wait.
     board, recorder = SharedBoard(), OrderedRecorder()
-    tracker = IslandTracker([recorder], 2, board)
+    tracker = IslandTracker([recorder], board)
     board.post(1, {1: IslandRecord(4.0)})
     for step in range(3):
         tracker.report(step, record({0: float(step)}))
@@ -241,13 +252,13 @@ def test_tracker_keeps_the_order_of_steps():
 
 def test_tracker_logs_what_has_no_step_at_once():
     recorder = OrderedRecorder()
-    IslandTracker([recorder], 2, SharedBoard()).log({"note": 1}, step=None)
+    IslandTracker([recorder], SharedBoard()).log({"note": 1}, step=None)
     assert recorder.calls == [(None, {"note": 1})]
 
 
 def test_tracker_finish_flushes_in_order_and_finishes():
     board, recorder = SharedBoard(), OrderedRecorder()
-    tracker = IslandTracker([recorder], 2, board)
+    tracker = IslandTracker([recorder], board)
     tracker.report(0, record({0: 1.0}))
     board.post(0, {1: IslandRecord(3.0)})
     tracker.report(1, record({0: 2.0}))  # island 1 died before it
@@ -263,16 +274,16 @@ def test_tracker_finish_flushes_in_order_and_finishes():
 def test_tracker_gives_no_cosine_while_an_island_is_missing():
     # The norm of the mean is over three islands; with the distances of two the cosine would be wrong (3.5 here).
     recorder = OrderedRecorder()
-    tracker = IslandTracker([recorder], 3, SharedBoard())
+    tracker = IslandTracker([recorder], SharedBoard())
     islands = {0: IslandRecord(1.0, {0: 1.0}), 1: IslandRecord(1.0, {0: 1.0})}
-    tracker.report(0, StepRecord(islands, {0: SyncRecord(1.5, 1.0, 4)}, 4))
+    tracker.report(0, StepRecord(islands, {0: SyncRecord(1.5, 1.0, 4, (1.0, 1.0, 1.0))}, 4, 3))
     tracker.finish()
     assert "diloco/outer_grad_cosine" not in recorder.steps[0]
 
 
 def test_tracker_remembers_the_last_evaluation_loss():
     for board in (None, SharedBoard()):
-        tracker: Tracker = IslandTracker([OrderedRecorder()], 2, board)
+        tracker: Tracker = IslandTracker([OrderedRecorder()], board)
         assert tracker.eval_loss is None
         tracker.log({"eval/loss": 2.0}, step=3)
         tracker.log({"train/loss": 9.0}, step=4)
@@ -329,3 +340,30 @@ def test_json_lines_of_a_resumed_run_appends(tmp_path: Path):
         tracker.log({"train/loss": 1.0}, step=step)
         tracker.finish()
     assert [line["step"] for line in lines(Path(path))] == [0, 1]
+
+
+def test_metrics_of_a_sync_are_of_the_islands_in_the_mean():
+    # Island 1 was absent, the guard left island 2 out, which has lost its numbers; 0 and 3 stand at a right angle.
+    islands = {k: IslandRecord(loss, {0: distance}) for k, (loss, distance) in enumerate(LOSSES_AND_DISTANCES)}
+    sync = SyncRecord(2.5, 1.0, 8, (1.0, 0.0, -1.0, 1.0))
+    metrics = metrics_of(islands, StepRecord(islands, {0: sync}, 8, 4))
+    assert (metrics["diloco/participants"], metrics["diloco/left_out"]) == (2, 1)
+    assert (metrics["diloco/island_distance"], metrics["diloco/island_distance_max"]) == (3.5, 4.0)
+    assert metrics["diloco/outer_grad_cosine"] == 0.0
+    assert metrics["train/loss"] == 2.0
+    assert np.isnan(metrics["train/loss_island_2"])
+
+
+def test_metrics_of_a_sync_without_participants():
+    islands = {0: IslandRecord(1.0, {0: 3.0})}
+    metrics = metrics_of(islands, StepRecord(islands, {0: SyncRecord(0.0, 0.0, 8, (0.0,))}, 8, 1))
+    assert metrics["diloco/participants"] == 0
+    assert not any(name.startswith("diloco/island_distance") for name in metrics)
+
+
+def test_cosine_of_weighted_islands_is_that_of_what_was_added_up():
+    # Weights 3 and 1 on vectors (1, 0) and (3, 4): the mean is (1.5, 1), and the cosine of the two is 3/5.
+    islands = {0: IslandRecord(1.0, {0: 1.0}), 1: IslandRecord(1.0, {0: 5.0})}
+    sync = SyncRecord(float(np.hypot(1.5, 1.0)), 1.0, 8, (1.0, 1 / 3))
+    metrics = metrics_of(islands, StepRecord(islands, {0: sync}, 8, 2))
+    assert metrics["diloco/outer_grad_cosine"] == pytest.approx(0.6)

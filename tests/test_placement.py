@@ -51,13 +51,18 @@ def gradients_on(name: str) -> dict[str, NamedArray]:
     return {leaf_name: leaf(axes) for leaf_name, axes in LEAVES.items()}
 
 
+def alike(gradients: Any) -> jax.Array:
+    """Equal weights of all islands."""
+    return jnp.ones(gradients["weight"].axes[0].size)
+
+
 def crossed(exchange: Exchange, gradients: Any) -> tuple[Any, Any]:
     """The mean once all pieces have crossed, and what the wire has lost of it."""
-    cross = jax.jit(lambda *args: exchange.mean(gradients, jax.random.key(0), *args))
+    cross = jax.jit(lambda *args: exchange.mean(gradients, alike(gradients), jax.random.key(0), *args))
     mean = jax.tree.map(jnp.zeros_like, outer_gradient(gradients))
     lost = jax.tree.map(jnp.zeros_like, gradients)
     for piece in range(exchange.num_pieces):
-        mean, lost = cross(piece, mean, lost)
+        mean, _, lost = cross(piece, mean, lost)
     return mean, lost
 
 
@@ -125,7 +130,7 @@ def between(name: str, wire: str) -> tuple[list[tuple[str, int]], int]:
     placement = Placement(mesh, MAPPING, "sharded")
 
     def sync(gradients: Any) -> Any:
-        return placement.whole(exchange.mean(gradients, jax.random.key(0)).mean)
+        return placement.whole(exchange.mean(gradients, alike(gradients), jax.random.key(0)).mean)
 
     text = jax.jit(sync).lower(gradients).compile().as_text()
     found = [(one.kind, one.nbytes) for one in collectives(Program.of(text)) if one.crosses(4)]
@@ -136,16 +141,18 @@ def test_reduce_to_shares_and_their_gather_send_what_an_all_reduce_sends():
     # 96 numbers on an island of 2 x 2 devices, which has two copies of each: a device sends a quarter, 24 numbers,
     # gets the sum of half of them, sends that half of the new parameters and gets the other.
     found, payload = between("2 islands x 2 data x 2 model", "f32")
-    assert found == [("reduce-scatter", 12 * 4), ("all-gather", 24 * 4)]
+    # And the weights of the islands.
+    assert sorted(found) == sorted([("all-reduce", 2 * 4), ("reduce-scatter", 12 * 4), ("all-gather", 24 * 4)])
     assert payload == 96 * 4
 
 
 def test_lossy_wire_sends_shares_of_the_new_parameters_in_f32():
     # 24 numbers a device: six blocks of 4 codes and a scale, then 12 numbers of 4 bytes.
     found, payload = between("2 islands x 2 data x 2 model", "int8")
-    assert {kind for kind, _ in found} == {"all-to-all", "all-gather"}
+    assert {kind for kind, _ in found} == {"all-reduce", "all-to-all", "all-gather"}
     assert sum(nbytes for kind, nbytes in found if kind == "all-to-all") == 6 * 8
     assert [nbytes for kind, nbytes in found if kind == "all-gather"] == [24 * 4]
+    assert [nbytes for kind, nbytes in found if kind == "all-reduce"] == [2 * 4]
     assert payload == 4 * (6 * 8 + 12 * 4)
 
 

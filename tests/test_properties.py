@@ -16,6 +16,9 @@ from levanter.utils.mesh import MeshConfig
 from numpy_diloco import DiLoCo, Options
 from toy import Toy, entered, numbers, toy_batch, toy_loss, trainer_config
 
+from levanter_diloco.participation import Participation
+from levanter_diloco.schedule import Schedule
+
 STEPS, ISLANDS = 14, 4
 EMBED, LAYERS = 3, (2, 4)
 
@@ -51,6 +54,7 @@ def close(found: np.ndarray, expected: np.ndarray, what: str) -> None:
 def runs(draw: Any) -> dict[str, Any]:
     """Options of the block and a step to resume from."""
     count = draw(st.sampled_from([1, 2, 3, 5]))
+    changes = draw(st.lists(st.tuples(st.integers(1, STEPS), st.integers(1, ISLANDS)), max_size=3))
     period = draw(st.integers(1, 12))
     effective = count * max(1, round(period / count))
     return {
@@ -59,6 +63,9 @@ def runs(draw: Any) -> dict[str, Any]:
         "overlap_steps": draw(st.integers(0, min(effective - 1, 5))),
         "mixing_alpha": draw(st.sampled_from([0.0, 0.25, 0.5])),
         "final_sync": draw(st.booleans()),
+        "drop_rate": draw(st.sampled_from([0.0, 0.3, 0.6, 1.0])),
+        "schedule_islands": [[0, draw(st.integers(1, ISLANDS))], *map(list, sorted(dict(changes).items()))],
+        "weights": draw(st.sampled_from(["uniform", "tokens", [1.0, 2.0, 0.0, 0.5]])),
         "resume": draw(st.integers(1, STEPS - 1)),
     }
 
@@ -70,6 +77,23 @@ def test_run_is_that_of_the_numpy_model_and_resumes_to_the_same_bits(drawn: dict
     check(drawn)
 
 
+def numpy_options(block: dict[str, Any]) -> Options:
+    """The options of the numpy model; only which gradients are lost is drawn by the package."""
+    names = ("sync_period", "num_fragments", "overlap_steps", "mixing_alpha", "final_sync")
+    weights = block["weights"]
+    schedule = Schedule(*(block[name] for name in names[:3]))
+    draws = Participation(ISLANDS, schedule, drop_rate=block["drop_rate"])
+    return Options(
+        num_islands=ISLANDS,
+        inner_momentum=0.5,
+        phases=tuple(map(tuple, block["schedule_islands"])),
+        shares=() if isinstance(weights, str) else tuple(weights),
+        by_tokens=weights == "tokens",
+        lost=lambda step, fragment: draws.weights(step, fragment) == 0,
+        **{name: block[name] for name in names},
+    )
+
+
 def check(drawn: dict[str, Any], seed: int = 0) -> None:
     """Trains with the drawn options, straight and resumed, and steps the numpy model beside it."""
     block = dict(drawn)
@@ -78,8 +102,7 @@ def check(drawn: dict[str, Any], seed: int = 0) -> None:
     start = random.normal(size=EMBED), random.normal(size=LAYERS)
     targets = random.normal(size=(STEPS, ISLANDS, EMBED)), random.normal(size=(STEPS, ISLANDS, *LAYERS))
     batches = [toy_batch(*step) for step in zip(*targets, strict=True)]
-    names = ("sync_period", "num_fragments", "overlap_steps", "mixing_alpha", "final_sync")
-    options = Options(num_islands=ISLANDS, inner_momentum=0.5, **{name: block[name] for name in names})
+    options = numpy_options(block)
     model = DiLoCo(options, np.concatenate([start[0], start[1].reshape(-1)]), fragments(block["num_fragments"]))
     goals = np.concatenate([targets[0], targets[1].reshape(STEPS, ISLANDS, -1)], axis=-1)
 
@@ -94,7 +117,7 @@ def check(drawn: dict[str, Any], seed: int = 0) -> None:
             state = numbers(info.state)
             close(vector(state.model), model.outer, f"Theta after step {t}")
             close(momentum(state.opt_state), model.momentum, f"outer momentum after step {t}")
-            training = options.active(t)
+            training = options.active(t - 1)
             close(vector(state.islands.params)[:training], model.islands[:training], f"islands after step {t}")
             if t == resume:
                 save_checkpoint(info.state.saveable_state, info.step, kept)

@@ -1,5 +1,6 @@
 """`levanter.main.train_lm` with the block `trainer.diloco`."""
 
+import dataclasses
 import sys
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from levanter.trainer_state import trainables_only
 
 from ..binding import islands_in
 from ..cli import leave, run
+from ..island_data import dealt
 from ..link import shaped
 from ..partition import build_partition
 from ..trainer_config import DiLoCoTrainerConfig
@@ -31,6 +33,7 @@ def main(config: TrainDiLoCoLmConfig) -> None:
             host.main(config)
             return
         check_model(config)
+        config = dataclasses.replace(config, data=dealt(config.data, config.trainer))
         with islands_in(host):
             host.main(config)
 
