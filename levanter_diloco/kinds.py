@@ -88,9 +88,9 @@ def _fits(kind: Any, raw: object) -> bool:  # Any: a type annotation
         return isinstance(raw, bool) or raw in ("true", "false")
     if kind not in LARGEST:
         origin = get_origin(kind) or kind
-        return isinstance(raw, {Literal: str, str: str | int | float, list: list, dict: dict}[origin]) and not isinstance(
-            raw, bool
-        )
+        return isinstance(
+            raw, {Literal: str, str: str | int | float, list: list, dict: dict}[origin]
+        ) and not isinstance(raw, bool)
     if isinstance(raw, bool) or not isinstance(raw, int | float | str):
         return False
     try:
