@@ -50,29 +50,50 @@ def close(found: np.ndarray, expected: np.ndarray, what: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5, err_msg=what)
 
 
+ALL: dict[str, Any] = {"drop_rate": 0.0, "schedule_islands": [[0, ISLANDS]], "weights": "uniform", "final_sync": True}
+
+FAULTS = {
+    # An MLX implementation took the island's own copy, blended by the last merge, for the global one.
+    "anchored_on_the_blended_copy": {
+        **{"sync_period": 6, "num_fragments": 3, "overlap_steps": 1, "mixing_alpha": 0.5, **ALL, "resume": 9},
+    },
+    # pytorch 60891: with a sync after every step averaging raced with the exchange of gradients.
+    "synced_at_every_step": {
+        **{"sync_period": 1, "num_fragments": 1, "overlap_steps": 0, "mixing_alpha": 0.0, **ALL, "resume": 2},
+        "weights": [1.0, 2.0, 0.0, 0.5],
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_of_others_is_not_ours(name: str) -> None:
+    check(FAULTS[name])
+
+
 @st.composite
 def runs(draw: Any) -> dict[str, Any]:
-    """Options of the block and a step to resume from."""
-    count = draw(st.sampled_from([1, 2, 3, 5]))
-    changes = draw(st.lists(st.tuples(st.integers(1, STEPS), st.integers(1, ISLANDS)), max_size=3))
-    period = draw(st.integers(1, 12))
+    """Options of the block and a step to resume from; the first choices are those with the most in them."""
+    count = draw(st.sampled_from([3, 2, 5, 1]))
+    period = draw(st.integers(2, 12))
     effective = count * max(1, round(period / count))
+    changes = draw(st.dictionaries(st.integers(1, STEPS), st.integers(1, ISLANDS), max_size=3))
     return {
         "sync_period": period,
         "num_fragments": count,
         "overlap_steps": draw(st.integers(0, min(effective - 1, 5))),
-        "mixing_alpha": draw(st.sampled_from([0.0, 0.25, 0.5])),
-        "final_sync": draw(st.booleans()),
-        "drop_rate": draw(st.sampled_from([0.0, 0.3, 0.6, 1.0])),
-        "schedule_islands": [[0, draw(st.integers(1, ISLANDS))], *map(list, sorted(dict(changes).items()))],
-        "weights": draw(st.sampled_from(["uniform", "tokens", [1.0, 2.0, 0.0, 0.5]])),
+        "mixing_alpha": draw(st.sampled_from([0.5, 0.0, 0.25])),
+        "final_sync": draw(st.sampled_from([True, True, False])),
+        "drop_rate": draw(st.sampled_from([0.3, 0.0, 0.6, 1.0])),
+        "schedule_islands": [[0, draw(st.integers(1, ISLANDS))], *map(list, sorted(changes.items()))],
+        "weights": draw(st.sampled_from([[1.0, 2.0, 0.0, 0.5], "tokens", "uniform"])),
         "resume": draw(st.integers(1, STEPS - 1)),
     }
 
 
 @pytest.mark.slow
 @given(runs())
-@settings(max_examples=8, deadline=None, derandomize=True, database=None)
+@settings(max_examples=4, deadline=None, derandomize=True, database=None)
 def test_run_is_that_of_the_numpy_model_and_resumes_to_the_same_bits(drawn: dict[str, Any]) -> None:
     check(drawn)
 
