@@ -204,8 +204,8 @@ def test_registered_optimizer_builds_any_optax_transformation(decode: Any):
         *(
             (
                 {"schedule_islands": counts},
-                f"schedule_islands ({counts}) must be [step, count] pairs from step 0 on, the steps rising, the counts "
-                "at least 1; [[0, 1], [100, 2]] works.",
+                f"schedule_islands ({counts}) must be [step, count] pairs from step 0 on, the steps rising, the "
+                "counts at least 1; [[0, 1], [100, 2]] works.",
             )
             for counts in ([], [[1, 2]], [[0, 2], [0, 3]], [[0, 2], [5, 0]], [[0, 2, 3]], [[0, 1], [9, 2], [5, 1]])
         ),
