@@ -74,9 +74,9 @@ class Programs:
         )
 
     def step(
-        self, state: DiLoCoState, batch: PyTree, *, crossing: Crossing | None, weights: Weights, hooks: bool
+        self, state: DiLoCoState, batch: PyTree, *, crossing: Crossing | None, weights: Weights | None, hooks: bool
     ) -> tuple[DiLoCoState, InnerReport, SyncReport | None]:
-        """One inner step, with what crosses in it; `weights` are of a fragment that is captured in it."""
+        """One inner step, with what crosses in it; `weights` are of the fragment that is captured in it."""
         program, *args = self._step_call(state, batch, crossing, weights, hooks)
         leaves, inner, sync = program(*args)
         return self._state(leaves), inner, sync
@@ -85,7 +85,7 @@ class Programs:
         self, state: DiLoCoState, batch: PyTree, *, crossing: Crossing | None = None, hooks: bool = False
     ) -> jax.stages.Traced:
         """Traces a step program without running it: for its jaxpr and its HLO."""
-        program, *args = self._step_call(state, batch, crossing, self._all_alike(state), hooks)
+        program, *args = self._step_call(state, batch, crossing, None, hooks)
         return program.trace(*args)
 
     def all_steps(self, state: DiLoCoState, batch: PyTree, schedule: Schedule) -> Iterator[StepProgram]:
@@ -133,13 +133,14 @@ class Programs:
         return self._state(self._settle_program(self._leaves(state)))
 
     def _step_call(
-        self, state: DiLoCoState, batch: PyTree, crossing: Crossing | None, weights: Weights, hooks: bool
+        self, state: DiLoCoState, batch: PyTree, crossing: Crossing | None, weights: Weights | None, hooks: bool
     ) -> tuple:
         """The step program and its arguments."""
         part, index = (None, np.int32(0)) if crossing is None else self._place(crossing.fragment)
         piece, last = (0, True) if crossing is None else crossing[1:]
         arrays, static = hashable_partition(batch, _is_array)
         program = self._step_program(part, last, hooks)
+        weights = self._all_alike(state) if weights is None else weights
         return program, self._leaves(state), arrays, index, np.int32(piece), weights, static
 
     @staticmethod

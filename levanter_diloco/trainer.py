@@ -168,7 +168,7 @@ class DiLoCoTrainer(Trainer):
         step, since = int(state.step) + 1, int(state.settled)
         state = admit(state, programs, self.participation, copied=self.config.diloco.join_moments == "copied")
         crossing, captured = schedule.crossing(step, since), schedule.captured(step, since)
-        weights = self.participation.weights(step, captured or 0, since)
+        weights = None if captured is None else self.participation.weights(step, captured, since)
         data = (batch, batch_kwargs)
         state, inner, report = programs.step(state, data, crossing=crossing, weights=weights, hooks=hooks)
         losses = local_values(inner.loss)

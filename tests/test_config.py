@@ -188,6 +188,33 @@ def test_registered_optimizer_builds_any_optax_transformation(decode: Any):
             "island_data ([]) must give each island weights that are finite numbers of at least 0, not all 0; "
             "[{'web': 1.0}, {'code': 1.0}] works.",
         ),
+        ({"drop_rate": 1.5}, "drop_rate (1.5) must lie in [0, 1]; 0.1 works."),
+        ({"drop_rate": float("nan")}, "drop_rate (nan) must lie in [0, 1]; 0.1 works."),
+        ({"join_moments": "old"}, "join_moments (old) must be one of fresh, copied; fresh works."),
+        ({"weights": "equal"}, "weights (equal) must be one of uniform, tokens; uniform works."),
+        ({"weights": []}, "weights ([]) must be finite numbers of at least 0, not all 0; [1.0, 2.0] works."),
+        (
+            {"weights": [0.0, 0.0]},
+            "weights ([0.0, 0.0]) must be finite numbers of at least 0, not all 0; [1.0, 2.0] works.",
+        ),
+        (
+            {"weights": [1.0, float("inf")]},
+            "weights ([1.0, inf]) must be finite numbers of at least 0, not all 0; [1.0, 2.0] works.",
+        ),
+        *(
+            (
+                {"schedule_islands": counts},
+                f"schedule_islands ({counts}) must be [step, count] pairs from step 0 on, the steps rising, the "
+                "counts at least 1; [[0, 1], [100, 2]] works.",
+            )
+            for counts in ([], [[1, 2]], [[0, 2], [0, 3]], [[0, 2], [5, 0]], [[0, 2, 3]], [[0, 1], [9, 2], [5, 1]])
+        ),
+        ({"guard_factor": 1.0}, "guard_factor (1.0) must be finite and above 1; 10 works."),
+        ({"guard_factor": float("nan")}, "guard_factor (nan) must be finite and above 1; 10 works."),
+        (
+            {"guard": False, "guard_factor": 10.0},
+            "guard_factor (10.0) must be left out while guard is false; guard: true works.",
+        ),
         ({"islands_per_slot": 0}, "islands_per_slot (0) must be at least 1; 2 works."),
         ({"ici_islands": 0}, "ici_islands (0) must be at least 1, or -1 to infer it; 2 works."),
         ({"ici_islands": -2}, "ici_islands (-2) must be at least 1, or -1 to infer it; 2 works."),
@@ -247,6 +274,7 @@ def test_adam_refuses_moments_that_diverge(option: str, value: float):
         {"mixing_alpha": 0},
         {"mixing_alpha": 1},
         {"ici_islands": -1},
+        {"drop_rate": 1, "weights": [0.0, 1.0], "schedule_islands": [[0, 1]], "guard_factor": 1.5},
         {"outer": SgdConfig(learning_rate=0.0, momentum=0.0)},
     ],
 )

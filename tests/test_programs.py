@@ -56,9 +56,12 @@ def crossing(text: str, island_size: int) -> list[Collective]:
     return [one for one in collectives(Program.of(text)) if one.crosses(island_size)]
 
 
-def sent_by_an_island(text: str, island_size: int) -> int:
-    """Bytes that the devices of one island hand to collectives with other islands."""
-    return sum(one.nbytes * island_size for one in crossing(text, island_size))
+def sent_by_an_island(text: str, island_size: int, num_islands: int = 2) -> int:
+    """Bytes of the fragment that the devices of one island hand to collectives with other islands.
+
+    Beside it each device sends a place for the weight of every island.
+    """
+    return sum(one.nbytes * island_size for one in crossing(text, island_size)) - 4 * num_islands * island_size
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -86,7 +89,7 @@ def test_islands_on_one_slot_send_once(tmp_path: Path) -> None:
     axes = {"data": 1, "model": 4}
     block = {"sync_period": 3, "islands_per_slot": 2}
     with built(tmp_path, block, axes, toy(), rows(), toy_loss) as (programs, state, batch):
-        assert sent_by_an_island(text_of(programs, state, batch, 0), 4) == 12 * 4
+        assert sent_by_an_island(text_of(programs, state, batch, 0), 4, num_islands=4) == 12 * 4
         assert crossing(text_of(programs, state, batch, None), 4) == []
 
 
@@ -198,6 +201,6 @@ def test_layer_fragment_is_updated_in_place(overlap: int, kind: str, tmp_path: P
         if kind == "cross":
             lowered = programs._cross_program("layers", True).lower(leaves, zero, zero)
         else:
-            lowered = programs._sync_program(kind, "layers").lower(leaves, zero)
+            lowered = programs._sync_program(kind, "layers").lower(leaves, zero, jnp.ones(2))
         temporary = lowered.compile().memory_analysis().temp_size_in_bytes
     assert temporary < weight.array.nbytes / 4 / 4  # a device holds a quarter of the stack

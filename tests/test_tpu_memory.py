@@ -7,6 +7,7 @@ from math import prod
 import equinox as eqx
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -24,7 +25,7 @@ from levanter_diloco.fragments import Place
 from levanter_diloco.partition import build_partition
 from levanter_diloco.placement import Placement
 from levanter_diloco.state import DiLoCoState
-from levanter_diloco.sync import Sync
+from levanter_diloco.sync import Guard, Sync
 from levanter_diloco.wire import wire_format
 
 MAPPING = {"embed": "data", "diloco": "diloco"}
@@ -60,7 +61,7 @@ def compiled_sync(diloco: DiLoCoConfig, part: str) -> jax.stages.Compiled:
     placement.check()
     partition, optimizer = build_partition(diloco, {"embed": 4}), diloco.outer.build(10)
     exchange = Exchange(placement.mesh, MAPPING, wire_format("f32", 2, False), sharded=placement.sharded)
-    sync = Sync(partition, optimizer, 0.0, exchange, placement)
+    sync = Sync(partition, optimizer, 0.0, exchange, placement, optax.sgd(0.1), Guard(enabled=True, factor=None))
 
     def fresh() -> DiLoCoState:
         host = TrainerState.init(optax.sgd(0.1), Model.of_zeros(), key=jax.random.PRNGKey(0))
@@ -72,7 +73,7 @@ def compiled_sync(diloco: DiLoCoConfig, part: str) -> jax.stages.Compiled:
 
     def apply(leaves: list, index: jax.Array) -> list:
         with hax.axis_mapping(MAPPING):
-            state, _ = sync.whole(eqx.combine(treedef.unflatten(leaves), static), Place(part, index))
+            state, _ = sync.whole(eqx.combine(treedef.unflatten(leaves), static), Place(part, index), jnp.ones(2))
         return jax.tree.leaves(eqx.filter(state, eqx.is_array))
 
     placed = [ShapeDtypeStruct(x.shape, x.dtype, sharding=at) for x, at in zip(leaves, where, strict=True)]
