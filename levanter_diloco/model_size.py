@@ -51,6 +51,9 @@ PLAIN_ATTENTION = ("mistral", "qwen")
 COUNTED_ONLY_AS = {"use_bias": False, "use_layer_norm_weight": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 """Options with a single value that is counted."""
 
+LARGEST = 100_000
+"""Of a width or a depth; the planner goes through the layers one by one."""
+
 VOCAB_SIZES = {
     "gpt2": 50257,
     "EleutherAI/gpt-neox-20b": 50277,
@@ -103,17 +106,19 @@ def size_of(config: Options, vocab_size: int | None) -> ModelSize:
     _refuse_other_trainables(config)
     model = _block(config, "model")
     kind = model.get("type", "llama" if not model else None)
-    if kind not in MODELS:
+    if str(kind) not in MODELS:
         raise BadInput(f"model.type ({kind}) is counted for {', '.join(MODELS)} only; {BY_HAND}.")
     options = {name: model.get(name, default) for name, default in MODELS[kind].items()}
     for name, value in options.items():
         if name in COUNTED_ONLY_AS:
             if value != COUNTED_ONLY_AS[name]:
                 raise BadInput(f"model.{name} ({value}) is not counted, only {COUNTED_ONLY_AS[name]}; {BY_HAND}.")
-        elif isinstance(value, bool) != isinstance(LLAMA.get(name), bool) or not isinstance(value, int | None):
+        elif not _is_of_kind(value, name):
             raise BadInput(f"model.{name} ({value}) must be {_kind(name)}; {MODELS[kind][name]} works.")
-        elif value is not None and not isinstance(value, bool) and value < 1:
-            raise BadInput(f"model.{name} ({value}) must be at least 1; {MODELS[kind][name]} works.")
+        elif value is not None and not isinstance(value, bool) and not 1 <= value <= LARGEST:
+            raise BadInput(
+                f"model.{name} ({value}) must be at least 1 and at most {LARGEST}; {MODELS[kind][name]} works."
+            )
     if vocab_size is None:
         vocab_size = vocab_size_of(config)
     hidden = options["hidden_dim"]
@@ -146,6 +151,12 @@ def _layer(kind: str, options: Options) -> int:
     return attention + feed_forward + hidden * (4 if extra_norms else 2)
 
 
+def _is_of_kind(value: object, name: str) -> bool:
+    if value is None:
+        return name in LLAMA and LLAMA[name] is None
+    return isinstance(value, int) and isinstance(value, bool) == isinstance(LLAMA.get(name), bool)
+
+
 def _kind(name: str) -> str:
     return "true or false" if isinstance(LLAMA.get(name), bool) else "a whole number"
 
@@ -165,8 +176,8 @@ def vocab_size_of(config: Options) -> int:
         BadInput: If it is neither in a local folder nor one whose size is known.
     """
     tokenizer = _block(config, "data").get("tokenizer")
-    if tokenizer in VOCAB_SIZES:
-        return VOCAB_SIZES[tokenizer]
+    if str(tokenizer) in VOCAB_SIZES:
+        return VOCAB_SIZES[str(tokenizer)]
     for path in (Path(str(tokenizer)) / "tokenizer.json", Path(str(tokenizer))):
         if path.is_file():
             try:

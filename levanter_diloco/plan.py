@@ -123,7 +123,7 @@ def load(path: str) -> Mapping[str, Any]:  # Any: a YAML
         config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(f"--config_path ({path}) must be a file to read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise BadInput(f"--config_path ({path}) must be a YAML file: {error}.") from error
     if not isinstance(config, Mapping):
         raise BadInput(

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,8 @@ def main() -> int:
 def fork(work: Callable[[], Any], log: Path) -> int:
     """Runs `work` in a process of its own, whose output goes to `log`; returns its id."""
     sys.stdout.flush()
+    # jax warns of the threads that imports have started; none of them holds what a child needs.
+    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
     if pid := os.fork():
         return pid
     try:
@@ -145,7 +148,7 @@ def kills(folder: Path, count: int, draw: random.Random) -> int:
         before, in_save = completed(saves), number % 2 == 0
         moment = wait_for_moment(pids, saves, before + draw.randint(1, 3), in_save, draw)
         if moment is None:
-            return complain("the run ended before it could be killed", folder)
+            return complain("the run ended, or hung, before it could be killed", folder)
         draw.shuffle(pids)
         for pid in pids:
             kill(pid)
@@ -170,9 +173,9 @@ def completed(saves: Path) -> int:
 
 
 def wait_for_moment(pids: list[int], saves: Path, step: int, in_save: bool, draw: random.Random) -> float | None:
-    """Waits until `step` is saved and a little longer, or is being saved; None where the run has ended before."""
-    delay = draw.uniform(0, 0.3)
-    while True:
+    """Waits until `step` is saved and a little longer, or is being saved; None where that never comes."""
+    delay, deadline = draw.uniform(0, 0.3), time.monotonic() + 300
+    while time.monotonic() < deadline:
         if any(ended(pid) is not None for pid in pids):
             return None
         begun = {int(path.name.removeprefix("step-")) for path in saves.glob("step-*")}
@@ -182,6 +185,7 @@ def wait_for_moment(pids: list[int], saves: Path, step: int, in_save: bool, draw
             time.sleep(delay)
             return delay
         time.sleep(0.002)
+    return None
 
 
 def same(ours: Any, theirs: Any) -> bool:  # Any: arrays, or None where one is missing

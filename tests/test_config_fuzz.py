@@ -9,6 +9,7 @@ import pytest
 from command import COMMAND, Workplace
 from test_errors import NO_TEXT, VANILLA, assert_says, refusal
 
+from levanter_diloco import cli
 from levanter_diloco.cli import LONGEST_LINE, parse
 from levanter_diloco.config import DiLoCoConfig
 
@@ -327,6 +328,32 @@ def test_options_of_mesh_and_batch_that_contradict_islands_are_refused(
     trainer = {f"trainer__{name}": value for name, value in changes.items()}
     config = workplace.config("refused", {**VANILLA, **diloco}, **NO_TEXT, **trainer)
     assert_says(refusal(capsys, "--config_path", str(config)), *parts)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("{type: [llama]}", "model.type (['llama'])"),
+        ("{type: llama, hidden_dim: null}", "model.hidden_dim (None) must be a whole number"),
+        ("{type: llama, num_layers: null}", "model.num_layers (None) must be a whole number"),
+        (
+            f"{{type: llama, num_layers: {2**31}}}",
+            "model.num_layers (2147483648) must be at least 1 and at most 100000",
+        ),
+        ("{type: llama}\ndata: {tokenizer: [a]}", "data.tokenizer (['a'])"),
+        ("[" * 1200, "must be a YAML file"),
+    ],
+)
+def test_plan_refuses_a_model_it_cannot_count(
+    model: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"trainer: {{diloco: {{}}}}\nmodel: {model}\n")
+    vocabulary = [] if "data" in model else ["--vocab_size", "1000"]
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["plan", "--config_path", str(path), "--step_seconds", "1", "--rate", "1gbit", *vocabulary])
+    assert exit.value.code == 2
+    assert_says(capsys.readouterr().err, words)
 
 
 @pytest.mark.slow
