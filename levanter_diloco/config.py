@@ -27,6 +27,8 @@ WeightRule = Literal["uniform", "tokens"]
 
 JoinMoments = Literal["fresh", "copied"]
 
+ResumeIslands = Literal["copy_nearest", "fresh", "mean"]
+
 
 @dataclass(frozen=True)
 class OuterOptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
@@ -204,6 +206,10 @@ class DiLoCoConfig:
     join_moments: JoinMoments = "fresh"
     """Inner moments of an island that joins by `schedule_islands`: fresh, or copied from island 0."""
 
+    resume_islands: ResumeIslands = "copy_nearest"
+    """What islands become where a resume changes K. `copy_nearest`: island j goes on as the old island `j*K_old // K`;
+    `fresh`: as Theta, with fresh moments; `mean`: as the mean of the old islands that it replaces."""
+
     weights: WeightRule | list[float] = "uniform"
     """Weights of the islands in a mean: equal, by the tokens consumed since the last sync, or one number each."""
 
@@ -232,6 +238,7 @@ class DiLoCoConfig:
         _require(lossy or not self.error_feedback, "error_feedback", True, "be false with wire f32", "wire: int4")
         _require(0 <= self.drop_rate <= 1, "drop_rate", self.drop_rate, "lie in [0, 1]", 0.1)
         _require_one_of(get_args(JoinMoments), "join_moments", self.join_moments)
+        _require_one_of(get_args(ResumeIslands), "resume_islands", self.resume_islands)
         self._check_weights()
         if (counts := self.schedule_islands) is not None:
             rule = "be [step, count] pairs from step 0 on, the steps rising, the counts at least 1"

@@ -20,6 +20,9 @@ from .config import DiLoCoConfig
 from .fragments import FRAGMENT, Params, Partition
 from .outer import ISLAND
 
+SHARDS = "shards_of_"
+"""Prefix of the facts that say over how many devices of an island a named axis is split."""
+
 
 class Islands(eqx.Module):
     """What every island holds for itself; each array leads with the island axis, of size K."""
@@ -61,7 +64,8 @@ class DiLoCoState(TrainerState):
     """Inner steps at the last final sync: captures up to there have no events left."""
 
     schedule: dict[str, Int[Array, ""]]
-    """The options that a resumed run must share, by name, with `islands` for K."""
+    """The options that shape the state or its events, by name, with `islands` for K; where a resumed run has others,
+    the state is carried over."""
 
     @property
     def model_on_devices(self) -> PyTree:
@@ -105,13 +109,13 @@ class DiLoCoState(TrainerState):
             mp=host.mp,
             model_averaging=None,  # pyrefly: ignore[bad-argument-type]  optional in the host, its type forgets it
             islands=Islands(
-                params=_copies(params, Island),
-                opt_state=_copies(host.opt_state, Island),
+                params=copies(params, Island),
+                opt_state=copies(host.opt_state, Island),
                 key=key[None] if num_islands == 1 else jax.random.split(key, num_islands),
             ),
-            captured=_zeros(_copies(fragments, Island)) if diloco.overlap_steps else None,
+            captured=_zeros(copies(fragments, Island)) if diloco.overlap_steps else None,
             crossed=_zeros(fragments) if diloco.schedule.num_pieces > 1 else None,
-            residual=_zeros(_copies(outer, Island)) if diloco.error_feedback else None,
+            residual=_zeros(copies(outer, Island)) if diloco.error_feedback else None,
             outer_steps=jnp.zeros(diloco.num_fragments, jnp.int32),
             settled=jnp.copy(host.step).astype(jnp.int32),
             schedule={
@@ -163,12 +167,12 @@ def schedule_facts(diloco: DiLoCoConfig, partition: Partition, num_islands: int)
         "num_fragments": diloco.num_fragments,
         "sequential_layers": int(diloco.layer_order == "sequential"),
         "balanced": int(diloco.partition == "balanced"),
-        "island_sharding": partition.sharding_checksum,
         "overlap_steps": diloco.overlap_steps,
         "error_feedback": int(diloco.error_feedback),
         # Pieces of shares hold other elements than pieces of all, so one in flight cannot be completed by the other.
         "pieces_of_shares": int(diloco.outer_memory == "sharded" and diloco.schedule.num_pieces > 1),
         "sync_period": diloco.sync_period,
+        **{SHARDS + axis: size for axis, size in partition.sharding.items()},
     }
 
 
@@ -176,7 +180,7 @@ def _zeros(tree: PyTree) -> PyTree:
     return jax.tree.map(jnp.zeros_like, tree)
 
 
-def _copies(tree: PyTree, Island: Axis) -> PyTree:
+def copies(tree: PyTree, Island: Axis) -> PyTree:
     """Every array of `tree` once for each island, on a new leading axis."""
 
     def copy(x: Any) -> Any:  # Any: a NamedArray, an array, or what an optimizer state holds besides

@@ -37,10 +37,10 @@ LAYERS = {
     ],
     1: ["memory", "fragments", "layer_partition", "balanced_partition", "partition", "outer", "moments"],
     2: [
-        *("mesh", "cut", "exchange", "state", "placement", "inner", "sync", "programs"),
+        *("mesh", "cut", "exchange", "state", "placement", "inner", "sync", "layout", "relayout", "programs"),
         *("embedding", "attention", "audit"),
     ],
-    3: ["trainer_config", "metrics", "checkpoint", "summary", "json_lines", "trainer", "binding", "tracker"],
+    3: ["trainer_config", "metrics", "stored", "checkpoint", "summary", "json_lines", "trainer", "binding", "tracker"],
     4: ["plugin"],
     5: ["cli", "main.__init__", "main.train_lm", "main.bench_lm", "aot", "compile", "compile_report"],
 }
