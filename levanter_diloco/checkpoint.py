@@ -17,15 +17,15 @@ from jax import ShapeDtypeStruct
 from jax.sharding import NamedSharding
 from jaxtyping import PRNGKeyArray, PyTree
 from levanter.checkpoint import Checkpointer, load_checkpoint, load_checkpoint_or_initialize
-from levanter.trainer_state import TrainerState, saveable_training_mask
+from levanter.trainer_state import TrainerState, saveable_training_mask, trainables_only
 
 from .inner import without_island
 from .layout import InFlight, Layout, explain
 from .outer import ISLAND
-from .relayout import carry_over
+from .relayout import carry_over, check_recut
 from .schedule import Schedule
 from .state import DiLoCoState, island_state
-from .stored import holds_islands, stored_facts
+from .stored import check_model, check_optimizers, holds_islands, stored_facts
 from .sync import Sync
 from .trainer_config import DiLoCoTrainerConfig
 
@@ -50,10 +50,16 @@ class StateLoader:
     def resume(
         self, path: str, model_init: Callable[[], PyTree], key: PRNGKeyArray, is_trainable: PyTree
     ) -> DiLoCoState:
-        """Continues the DiLoCo run whose checkpoint is at `path`; frozen leaves come from `model_init`."""
+        """Continues the DiLoCo run whose checkpoint is at `path`; frozen leaves come from `model_init`.
+
+        Raises:
+            ModelError, OptionError: If its model or the state of an optimizer is not of this run's structure.
+        """
         stored = self._as_stored(path)
+        check_model(path, trainables_only(eqx.filter_eval_shape(model_init), is_trainable), self.config)
         fresh = functools.partial(stored._fresh, is_trainable)
         shapes = eqx.filter_eval_shape(fresh, model_init, key)
+        check_optimizers(path, shapes, self.config)
         load = load_checkpoint_or_initialize(
             fresh,
             [path],
@@ -81,7 +87,9 @@ class StateLoader:
         mesh = self.config.device_mesh
         if holds_islands(path):
             stored = self._as_stored(path)
+            check_model(path, trainables_only(state.model, state.is_trainable), self.config)
             template = eqx.filter_eval_shape(lambda state: stored._of(self._host_state(state)), state)
+            check_optimizers(path, template, self.config)
             loaded = load_checkpoint(template, path, axis_mapping=stored._mapping, mesh=mesh)
             adopted = self._carried(loaded, stored, path)
         else:
@@ -110,6 +118,12 @@ class StateLoader:
         before, after = stored.layout, self.layout
         if before.facts == after.facts:
             return self._place(lambda state: state, loaded)
+        if before.partition != after.partition:
+            outer = trainables_only(loaded.model, loaded.is_trainable)
+            name = self.config.diloco.outer.get_choice_name(type(self.config.diloco.outer))
+            for partition in (before.partition, after.partition):
+                check = functools.partial(check_recut, self.sync.optimizer, partition=partition, name=name)
+                eqx.filter_eval_shape(check, outer)
         in_flight = InFlight.of(before.diloco.schedule, int(loaded.step), int(loaded.settled))
         logger.info("%s resumes in another layout: %s.", path, explain(before, after, in_flight))
 

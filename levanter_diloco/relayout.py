@@ -7,6 +7,7 @@ changes. What is in flight ends here: the new layout has other fragments, and it
 import dataclasses
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
@@ -16,7 +17,8 @@ from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 from levanter.trainer_state import trainables_only
 
 from .config import ResumeIslands
-from .fragments import Partition, take_fragment
+from .errors import PATH, OptionError
+from .fragments import FRAGMENT, Params, Partition, take_fragment
 from .inner import without_island
 from .layout import InFlight, Layout
 from .moments import fresh_moments
@@ -68,6 +70,37 @@ def carry_over(
         residual=residual,
         outer_steps=outer_steps,
     )
+
+
+def check_recut(optimizer: optax.GradientTransformation, outer: Params, partition: Partition, name: str) -> None:
+    """Refuses an outer optimizer whose state does not lie along the parameters, so that it cannot be cut anew.
+
+    Args:
+        optimizer: The outer optimizer.
+        outer: Theta.
+        partition: A partition of it.
+        name: What the options call the optimizer.
+
+    Raises:
+        OptionError: If it is so.
+    """
+    whole = _named(optimizer.init(outer))
+    own, known = ({x.axes for x in jax.tree.leaves(tree, is_leaf=is_named_array)} for tree in (whole, outer))
+    if not own <= known or not all(_cuts(optimizer, outer, whole, partition, part) for part in partition.parts):
+        raise OptionError(
+            f"{PATH}.outer ({name}) must keep its state in the shape of the parameters to resume with other "
+            "fragments; the num_fragments, layer_order, partition and mesh of the checkpoint work."
+        )
+
+
+def _cuts(
+    optimizer: optax.GradientTransformation, outer: Params, whole: PyTree, partition: Partition, part: str
+) -> bool:
+    """Whether a part of the optimizer's state for all parameters is its state for that part."""
+    init = hax.vmap(optimizer.init, Axis(FRAGMENT, partition.parts[part]))
+    states = _named(init(partition.stacked(outer, part))), partition.stacked(whole, part)
+    own, taken = (jax.tree.map(lambda x: frozenset(x.axes), state, is_leaf=is_named_array) for state in states)
+    return own == taken
 
 
 def _landed(state: DiLoCoState, sync: Sync, in_flight: InFlight) -> DiLoCoState:

@@ -356,6 +356,14 @@ def test_run_goes_on_with_other_islands_and_fragments(workplace: Workplace, plai
     assert state["outer_steps"].tolist() == [3, 2]
 
 
+def test_resume_with_another_outer_optimizer_is_refused(workplace: Workplace, plain: Finished) -> None:
+    refused = workplace.run(COMMAND, plain.folder / "config.yaml", "--trainer.diloco.outer.type", "adam")
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert "Traceback" not in refused.stderr
+    [line] = [line for line in refused.stderr.splitlines() if line.startswith("levanter-diloco: ")]
+    assert "trainer.diloco.outer (adam) must have the state" in line and str(checkpoint(plain.folder, 13)) in line
+
+
 @pytest.fixture(scope="session")
 def lora(workplace: Workplace, stock: Finished) -> dict[str, Path]:
     """Four steps of adapters on the stock run's weights, two islands of one device; and the last two steps resumed."""

@@ -12,12 +12,15 @@ import jax
 import numpy as np
 import optax
 import pytest
+from haliax.nn import ScanCheckpointPolicy, Stacked
 from levanter.checkpoint import save_checkpoint
 from levanter.optim.config import AdamConfig
 from levanter.utils.mesh import MeshConfig
-from toy import Toy, entered, numbers, toy_batch, toy_loss, trainer_config
+from toy import Block, Embed, Entry, Layer, Toy, entered, numbers, toy_batch, toy_loss, trainer_config
 
-from levanter_diloco.errors import OptionError
+from levanter_diloco.config import AdamConfig as OuterAdamConfig
+from levanter_diloco.config import OuterOptimizerConfig, SgdConfig
+from levanter_diloco.errors import ModelError, OptionError
 
 LR, ETA, BETA = 0.1, 0.7, 0.9
 SGD = optax.sgd(LR)
@@ -415,6 +418,51 @@ def test_full_state_of_another_layout_starts_a_run(adam: Saved, tmp_path: Path) 
     same(momentum(state, owned), momentum(adam.state, LAYERS3))
     same(state.islands.params, taken(adam.state.islands.params, [0, 2]))
     assert int(state.settled) == 0
+
+
+@OuterOptimizerConfig.register_subclass("summing")
+class SummingConfig(SgdConfig):
+    """Remembers one number a leaf."""
+
+    def build(self, outer_steps: int) -> optax.GradientTransformation:
+        def init(params: Any) -> Any:
+            return jax.tree.map(hax.sum, params, is_leaf=hax.util.is_named_array)
+
+        return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+
+
+def test_what_cannot_be_carried_is_refused(four: Saved, tmp_path: Path) -> None:
+    block = {**P3, "ici_islands": 4}
+    outer = (
+        r"trainer\.diloco\.outer \(adam\) must have the state that the checkpoint \S+saved holds, which lacks opt_st"
+    )
+    for change in ({}, {"num_fragments": 2}):
+        with pytest.raises(OptionError, match=outer + ".* saved with works"):
+            resumed(tmp_path, {**block, **change, "outer": OuterAdamConfig()}, four)
+    with pytest.raises(OptionError, match=r"outer \(sgd\) .* which holds opt_state/\S*trace\S* besides"):
+        resumed(tmp_path, {**block, "outer": SgdConfig()}, four)
+    with pytest.raises(OptionError, match=r"^optimizer must have .* which lacks islands/opt_state/"):
+        resumed(tmp_path, {**block, "ici_islands": 2}, four, ADAM)
+
+
+def test_checkpoint_of_another_model_is_refused(four: Saved, tmp_path: Path) -> None:
+    shape = r"model/layers/stacked/weight has the shape \[2, 4\] and here \[2, 3\]"
+    Three = Layer.resize(3)
+    stack = Stacked(Block(hax.zeros((Entry, Three))), Three, ScanCheckpointPolicy.from_bool_or_str(False))
+    for fragments in (1, 4):  # P = 3 does not cut these layers
+        block = {**P3, "ici_islands": 4, "num_fragments": fragments}
+        config = options(tmp_path, block, load_checkpoint_path=str(four.path))
+        with entered(config, SGD, toy_loss) as trainer, pytest.raises(ModelError, match=f"model: .*{shape}"):
+            trainer.initial_state(jax.random.PRNGKey(0), model=Toy(hax.zeros(Embed), stack))
+
+
+def test_outer_state_that_is_not_along_the_parameters_is_not_cut_anew(tmp_path: Path) -> None:
+    block = {**P3, "outer": SummingConfig()}
+    old = saved(tmp_path / "old", block, 1)
+    (state,) = resumed(tmp_path, {**block, "ici_islands": 2}, old)  # as it is with other islands
+    same(state.opt_state, old.state.opt_state)
+    with pytest.raises(OptionError, match=r"outer \(summing\) must keep its state in the shape of the parameters"):
+        resumed(tmp_path, {**block, "num_fragments": 2}, old)
 
 
 def test_resume_islands_is_one_of_three(tmp_path: Path) -> None:
