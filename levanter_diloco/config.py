@@ -29,6 +29,8 @@ JoinMoments = Literal["fresh", "copied"]
 
 IslandData = Literal["shared", "sharded"]
 
+ResumeIslands = Literal["copy_nearest", "fresh", "mean"]
+
 
 @dataclass(frozen=True)
 class OuterOptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
@@ -206,6 +208,10 @@ class DiLoCoConfig:
     join_moments: JoinMoments = "fresh"
     """Inner moments of an island that joins by `schedule_islands`: fresh, or copied from island 0."""
 
+    resume_islands: ResumeIslands = "copy_nearest"
+    """What islands become where a resume changes K. `copy_nearest`: island j goes on as the old island `j*K_old // K`;
+    `fresh`: as Theta, with fresh moments; `mean`: as the mean of the old islands that it replaces."""
+
     weights: WeightRule | list[float] = "uniform"
     """Weights of the islands in a mean: equal, by the tokens consumed since the last sync, or one number each."""
 
@@ -238,6 +244,7 @@ class DiLoCoConfig:
         _require(lossy or not self.error_feedback, "error_feedback", True, "be false with wire f32", "wire: int4")
         _require(0 <= self.drop_rate <= 1, "drop_rate", self.drop_rate, "lie in [0, 1]", 0.1)
         _require_one_of(get_args(JoinMoments), "join_moments", self.join_moments)
+        _require_one_of(get_args(ResumeIslands), "resume_islands", self.resume_islands)
         self._check_weights()
         self._check_island_data()
         if (counts := self.schedule_islands) is not None:

@@ -20,6 +20,9 @@ from .config import DiLoCoConfig
 from .fragments import FRAGMENT, Params, Partition
 from .outer import ISLAND
 
+SHARDS = "shards_of_"
+"""Prefix of the facts that say over how many devices of an island a named axis is split."""
+
 
 class Islands(eqx.Module):
     """What every island holds for itself; each array leads with the island axis, of size K."""
@@ -70,7 +73,8 @@ class DiLoCoState(TrainerState):
     """Inner steps at the last final sync: captures up to there have no events left."""
 
     schedule: dict[str, Int[Array, ""]]
-    """The options that a resumed run must share, by name, with `islands` for K."""
+    """The options that shape the state or its events, by name, with `islands` for K; where a resumed run has others,
+    the state is carried over."""
 
     @property
     def model_on_devices(self) -> PyTree:
@@ -175,12 +179,12 @@ def schedule_facts(diloco: DiLoCoConfig, partition: Partition, num_islands: int)
         "num_fragments": diloco.num_fragments,
         "sequential_layers": int(diloco.layer_order == "sequential"),
         "balanced": int(diloco.partition == "balanced"),
-        "island_sharding": partition.sharding_checksum,
         "overlap_steps": diloco.overlap_steps,
         "error_feedback": int(diloco.error_feedback),
         # Pieces of shares hold other elements than pieces of all, so one in flight cannot be completed by the other.
         "pieces_of_shares": int(diloco.outer_memory == "sharded" and diloco.schedule.num_pieces > 1),
         "sync_period": diloco.sync_period,
+        **{SHARDS + axis: size for axis, size in partition.sharding.items()},
     }
 
 

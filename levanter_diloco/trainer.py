@@ -20,8 +20,9 @@ from levanter.trainer_state import trainables_only
 from levanter.utils.types import ComputeLossFunction
 
 from .attendance import admit, replace_left_out
-from .checkpoint import StateLoader, holds_islands, save_without_barriers
+from .checkpoint import StateLoader, save_without_barriers
 from .exchange import Exchange
+from .layout import Layout
 from .metrics import (
     IslandRecord,
     StepRecord,
@@ -31,9 +32,9 @@ from .metrics import (
     mean_loss,
     owned_islands,
 )
-from .partition import build_partition
 from .programs import Programs
 from .state import DiLoCoState, OuterStepInfo
+from .stored import holds_islands
 from .summary import Traffic, announce, farewell
 from .sync import Guard, Sync, SyncReport
 from .tracker import Board, IslandTracker
@@ -64,11 +65,11 @@ class DiLoCoTrainer(Trainer):
         super().__init__(config, optimizer, loss_fn, add_default_hooks=add_default_hooks)
         diloco = config.diloco
         self.schedule = diloco.schedule
-        self.partition = build_partition(diloco, config.island_sharding)
+        layout = Layout(diloco, config.layout.num_islands, config.island_sharding)
+        self.partition = layout.partition
         # A fragment syncs once a period, begun ones included, and once more in the final sync.
         outer_steps = -(-config.num_train_steps // self.schedule.effective_period) + diloco.final_sync
         outer_optimizer = diloco.outer.build(outer_steps)
-        self.loader = StateLoader(config, self.partition, optimizer, outer_optimizer)
         wire = wire_format(diloco.wire, diloco.wire_block, diloco.wire_rounding == "stochastic")
         exchange = Exchange(
             self.device_mesh,
@@ -86,6 +87,7 @@ class DiLoCoTrainer(Trainer):
             optimizer,
             Guard(diloco.guard, diloco.guard_factor),
         )
+        self.loader = StateLoader(config, layout, self.sync)
         self.participation = config.participation
         with levanter.tracker.current_tracker(self.tracker):  # else it would start trackers of its own
             self._island_trainer = Trainer(config.island_config, optimizer, loss_fn, add_default_hooks=False)
@@ -115,7 +117,7 @@ class DiLoCoTrainer(Trainer):
 
         Raises:
             ModelError, OptionError: If the partition cannot cut the model, found before the host builds it here;
-                or if the checkpoint's islands or fragments are not this run's.
+                or if the checkpoint's state cannot be carried over to this run.
         """
         init = _unify_model_and_model_init(model, model_init)
         self.partition.check(trainables_only(eqx.filter_eval_shape(init), is_trainable))

@@ -37,11 +37,21 @@ LAYERS = {
     ],
     1: ["memory", "fragments", "layer_partition", "balanced_partition", "partition", "outer", "moments"],
     2: [
-        *("mesh", "cut", "exchange", "state", "placement", "inner", "sync", "programs"),
+        *("mesh", "cut", "exchange", "state", "placement", "inner", "sync", "layout", "relayout", "programs"),
         *("embedding", "attention", "audit", "island_rows"),
     ],
     3: [
-        *("trainer_config", "metrics", "checkpoint", "summary", "json_lines", "trainer", "binding", "tracker"),
+        *(
+            "trainer_config",
+            "metrics",
+            "stored",
+            "checkpoint",
+            "summary",
+            "json_lines",
+            "trainer",
+            "binding",
+            "tracker",
+        ),
         *("attendance", "island_data"),
     ],
     4: ["plugin"],
