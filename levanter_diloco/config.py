@@ -27,6 +27,8 @@ WeightRule = Literal["uniform", "tokens"]
 
 JoinMoments = Literal["fresh", "copied"]
 
+OnDamagedCheckpoint = Literal["refuse", "previous"]
+
 
 @dataclass(frozen=True)
 class OuterOptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
@@ -213,6 +215,9 @@ class DiLoCoConfig:
     guard_factor: float | None = None
     """Leaves out an island whose outer gradient's norm exceeds this multiple of the median, too; > 1."""
 
+    on_damaged_checkpoint: OnDamagedCheckpoint = "refuse"
+    """What a run that resumes does where its latest checkpoint is damaged: end, or use the one before it."""
+
     link: LinkConfig | None = None
     """A slow link that `tc` makes of this host's own for the run; unset, the network is left alone."""
 
@@ -232,6 +237,7 @@ class DiLoCoConfig:
         _require(lossy or not self.error_feedback, "error_feedback", True, "be false with wire f32", "wire: int4")
         _require(0 <= self.drop_rate <= 1, "drop_rate", self.drop_rate, "lie in [0, 1]", 0.1)
         _require_one_of(get_args(JoinMoments), "join_moments", self.join_moments)
+        _require_one_of(get_args(OnDamagedCheckpoint), "on_damaged_checkpoint", self.on_damaged_checkpoint)
         self._check_weights()
         if (counts := self.schedule_islands) is not None:
             rule = "be [step, count] pairs from step 0 on, the steps rising, the counts at least 1"

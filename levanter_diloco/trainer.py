@@ -11,7 +11,6 @@ import levanter.tracker
 import optax
 from jaxtyping import PRNGKeyArray, PyTree
 from levanter.callbacks import StepInfo
-from levanter.checkpoint import latest_checkpoint_path
 from levanter.tracker import Tracker
 from levanter.tracker.helpers import log_optimizer_hyperparams
 from levanter.trainer import Trainer, TrainStepResult, _unify_model_and_model_init
@@ -20,6 +19,8 @@ from levanter.utils.types import ComputeLossFunction
 
 from .checkpoint import StateLoader, holds_islands, save_without_barriers
 from .exchange import Exchange
+from .integrity import check_model
+from .label import Label
 from .metrics import (
     IslandRecord,
     StepRecord,
@@ -31,6 +32,7 @@ from .metrics import (
 )
 from .partition import build_partition
 from .programs import Programs
+from .recovery import checkpoint_to_resume, refuse_without_metadata, save_with_checksums
 from .state import DiLoCoState, OuterStepInfo
 from .summary import Traffic, announce, farewell
 from .sync import Sync
@@ -59,8 +61,9 @@ class DiLoCoTrainer(Trainer):
         *,
         add_default_hooks: bool = True,
     ):
-        super().__init__(config, optimizer, loss_fn, add_default_hooks=add_default_hooks)
         diloco = config.diloco
+        refuse_without_metadata(config.own_checkpoint_paths)  # the host's checkpointer would die of it
+        super().__init__(config, optimizer, loss_fn, add_default_hooks=add_default_hooks)
         self.schedule = diloco.schedule
         self.partition = build_partition(diloco, config.island_sharding)
         # A fragment syncs once a period, begun ones included, and once more in the final sync.
@@ -88,6 +91,9 @@ class DiLoCoTrainer(Trainer):
                 board = Board(self.run_id, 2 * (self.schedule.effective_period + self.schedule.overlap_steps))
             if self._checkpointer is not None:
                 save_without_barriers(self._checkpointer, self.schedule)
+        if self._checkpointer is not None:
+            label = functools.partial(Label.of, config.layout.num_islands, diloco)
+            save_with_checksums(self._checkpointer, self.device_mesh, label)
         # pyrefly: ignore[bad-argument-type]  the host has just set a tracker of its own
         loggers: list[Tracker] = getattr(self.tracker, "loggers", [self.tracker])
         self.tracker = IslandTracker(loggers, config.layout.num_islands, board)
@@ -107,10 +113,12 @@ class DiLoCoTrainer(Trainer):
                 or if the checkpoint's islands or fragments are not this run's.
         """
         init = _unify_model_and_model_init(model, model_init)
-        self.partition.check(trainables_only(eqx.filter_eval_shape(init), is_trainable))
+        outer = trainables_only(eqx.filter_eval_shape(init), is_trainable)
+        self.partition.check(outer)
         paths, load = self.checkpoint_load_plan()
-        path = latest_checkpoint_path(*paths) if load else None
+        path = checkpoint_to_resume(paths, self.config.diloco.on_damaged_checkpoint) if load else None
         if path is not None and holds_islands(path):
+            check_model(path, outer, partial=self.config.allow_partial_checkpoint)
             state = self.loader.resume(path, init, training_key, is_trainable)
         else:
             host = super().initial_state(training_key, model, model_init, is_trainable=is_trainable)

@@ -35,14 +35,24 @@ LAYERS = {
         "namespaces",
         "bench",
     ],
-    1: ["memory", "fragments", "layer_partition", "balanced_partition", "partition", "outer", "moments"],
+    1: ["memory", "fragments", "layer_partition", "balanced_partition", "partition", "outer", "moments", "checksum"],
     2: [
         *("mesh", "cut", "exchange", "state", "placement", "inner", "sync", "programs"),
-        *("embedding", "attention", "audit"),
+        *("embedding", "attention", "audit", "label", "integrity"),
     ],
-    3: ["trainer_config", "metrics", "checkpoint", "summary", "json_lines", "trainer", "binding", "tracker"],
+    3: [
+        "trainer_config",
+        "metrics",
+        "checkpoint",
+        "summary",
+        "json_lines",
+        "trainer",
+        "binding",
+        "tracker",
+        "recovery",
+    ],
     4: ["plugin"],
-    5: ["cli", "main.__init__", "main.train_lm", "main.bench_lm", "aot", "compile", "compile_report"],
+    5: ["cli", "main.__init__", "main.train_lm", "main.bench_lm", "aot", "compile", "compile_report", "inspect_checkpoint"],
 }
 LAYER_OF = {module: layer for layer, modules in LAYERS.items() for module in modules}
 MODULES = sorted(".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py"))
