@@ -48,6 +48,10 @@ class StateLoader:
         """Starts DiLoCo from a state of the host, fresh or from a stock checkpoint."""
         return self._place(self._of, host)
 
+    def restart(self, state: DiLoCoState, model: PyTree) -> DiLoCoState:
+        """Starts at another outer model, in f32, instead of that of `state`."""
+        return self._place(DiLoCoState.restarted_at, state, model)
+
     def resume(
         self, path: str, model_init: Callable[[], PyTree], key: PRNGKeyArray, is_trainable: PyTree
     ) -> DiLoCoState:

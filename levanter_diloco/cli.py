@@ -19,6 +19,7 @@ TOOLS = {
     "plan": "levanter_diloco.plan",
     "bench": "levanter_diloco.bench",
     "compile": "levanter_diloco.compile",
+    "export": "levanter_diloco.export",
     "inspect": "levanter_diloco.inspect_checkpoint",
 }
 """Commands of our own: the module's `main` takes the arguments and parses them itself."""

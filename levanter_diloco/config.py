@@ -215,6 +215,9 @@ class DiLoCoConfig:
     guard_factor: float | None = None
     """Leaves out an island whose outer gradient's norm exceeds this multiple of the median, too; > 1."""
 
+    initialize_from_orbax: str | None = None
+    """Where the outer model of a run that starts comes from: what `levanter-diloco export --format orbax` wrote."""
+
     on_damaged_checkpoint: OnDamagedCheckpoint = "refuse"
     """What a run that resumes does where its latest checkpoint is damaged: end, or use the one before it."""
 

@@ -17,6 +17,7 @@ from levanter.trainer import Trainer, TrainStepResult, _unify_model_and_model_in
 from levanter.trainer_state import trainables_only
 from levanter.utils.types import ComputeLossFunction
 
+from . import orbax
 from .checkpoint import StateLoader, holds_islands, save_without_barriers
 from .exchange import Exchange
 from .integrity import check_model
@@ -123,6 +124,9 @@ class DiLoCoTrainer(Trainer):
         else:
             host = super().initial_state(training_key, model, model_init, is_trainable=is_trainable)
             state = self.loader.spread(host)
+            if not load and (source := self.config.diloco.initialize_from_orbax) is not None:
+                orbax.check(source, state.model)
+                state = self.loader.restart(state, orbax.read(source, state.model, self.parameter_axis_mapping))
         self.traffic = Traffic.of(state, self.sync)
         levanter.tracker.log_summary(announce(self.config, state, self.partition, self.traffic))
         return state

@@ -41,18 +41,14 @@ LAYERS = {
         *("embedding", "attention", "audit", "label", "integrity"),
     ],
     3: [
-        "trainer_config",
-        "metrics",
-        "checkpoint",
-        "summary",
-        "json_lines",
-        "trainer",
-        "binding",
-        "tracker",
-        "recovery",
+        *("trainer_config", "metrics", "checkpoint", "recovery", "orbax", "summary", "json_lines"),
+        *("trainer", "binding", "tracker"),
     ],
     4: ["plugin"],
-    5: ["cli", "main.__init__", "main.train_lm", "main.bench_lm", "aot", "compile", "compile_report", "inspect_checkpoint"],
+    5: [
+        *("cli", "main.__init__", "main.train_lm", "main.bench_lm", "aot", "compile", "compile_report"),
+        *("export", "inspect_checkpoint"),
+    ],
 }
 LAYER_OF = {module: layer for layer, modules in LAYERS.items() for module in modules}
 MODULES = sorted(".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py"))
