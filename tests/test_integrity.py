@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tensorstore
+from command import corrupt
 from jax.sharding import Mesh
 from levanter.checkpoint import CheckpointerConfig, save_checkpoint
 from levanter.tensorstore_serialization import _flatten_serializable_leaves
@@ -170,15 +170,6 @@ def test_damage_to_any_file_is_found_or_harms_nothing(damage: Any, run_folder: P
             assert str(checkpoint) in str(error) and "\n" not in str(error) and len(str(error)) < 700
         shutil.rmtree(checkpoint)
     assert found >= 4  # diloco.json, manifest.json, manifest.ocdbt and the data
-
-
-def corrupt(checkpoint: Path, name: str) -> None:
-    """Changes one bit of the array `name`, so that the store finds nothing wrong."""
-    base = {"driver": "ocdbt", "base": f"file://{checkpoint}", "path": name}
-    store = tensorstore.open({"driver": "zarr3", "kvstore": base}).result()
-    values = np.array(store.read().result())
-    values.view(np.uint8).ravel()[0] ^= 1
-    store.write(values).result()
 
 
 def test_one_bit_of_a_file_is_told_by_the_arrays_name(tmp_path: Path) -> None:
