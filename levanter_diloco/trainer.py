@@ -63,7 +63,8 @@ class DiLoCoTrainer(Trainer):
         add_default_hooks: bool = True,
     ):
         diloco = config.diloco
-        refuse_without_metadata(config.own_checkpoint_paths)  # the host's checkpointer would die of it
+        if add_default_hooks:  # among which is the host's checkpointer, that would die of it
+            refuse_without_metadata(config.own_checkpoint_paths)
         super().__init__(config, optimizer, loss_fn, add_default_hooks=add_default_hooks)
         self.schedule = diloco.schedule
         self.partition = build_partition(diloco, config.island_sharding)

@@ -77,7 +77,7 @@ class DiLoCoTrainerConfig(TrainerConfig):
 
     @property
     def own_checkpoint_paths(self) -> list[str]:
-        """Where the run saves its checkpoints."""
+        """Where the run saves its checkpoints; it has an id by then."""
         own = self.checkpointer
         paths = (own.expanded_path(self.id), own.expanded_temporary_path(self.id))
         return [path for path in paths if path is not None]
