@@ -18,6 +18,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 from levanter.checkpoint import Checkpointer, load_checkpoint, load_checkpoint_or_initialize
 from levanter.trainer_state import TrainerState, saveable_training_mask, trainables_only
 
+from .fragments import Params
 from .inner import without_island
 from .layout import InFlight, Layout, explain
 from .outer import ISLAND
@@ -43,6 +44,10 @@ class StateLoader:
         """Starts DiLoCo from a state of the host, fresh or from a stock checkpoint."""
         return self._place(self._of, host)
 
+    def restart(self, state: DiLoCoState, model: PyTree) -> DiLoCoState:
+        """Starts at another outer model, in f32, instead of that of `state`."""
+        return self._place(DiLoCoState.restarted_at, state, model)
+
     def resume(
         self, path: str, model_init: Callable[[], PyTree], key: PRNGKeyArray, is_trainable: PyTree
     ) -> DiLoCoState:
@@ -52,7 +57,7 @@ class StateLoader:
             ModelError, OptionError: If its model or the state of an optimizer is not of this run's structure.
         """
         stored = self._as_stored(path)
-        check_model(path, trainables_only(eqx.filter_eval_shape(model_init), is_trainable), self.config)
+        self._check_model(path, trainables_only(eqx.filter_eval_shape(model_init), is_trainable))
         fresh = functools.partial(stored._fresh, is_trainable)
         shapes = eqx.filter_eval_shape(fresh, model_init, key)
         check_optimizers(path, shapes, self.config)
@@ -83,7 +88,7 @@ class StateLoader:
         mesh = self.config.device_mesh
         if holds_islands(path):
             stored = self._as_stored(path)
-            check_model(path, trainables_only(state.model, state.is_trainable), self.config)
+            self._check_model(path, trainables_only(state.model, state.is_trainable))
             template = eqx.filter_eval_shape(lambda state: stored._of(self._host_state(state)), state)
             check_optimizers(path, template, self.config)
             loaded = load_checkpoint(template, path, axis_mapping=stored._mapping, mesh=mesh)
@@ -101,6 +106,9 @@ class StateLoader:
         if self.layout.num_islands % self.config.device_mesh.shape[ISLAND] == 0:
             return mapping
         return {logical: axes for logical, axes in mapping.items() if logical != ISLAND}
+
+    def _check_model(self, path: str, params: Params) -> None:
+        check_model(path, params, partial=self.config.allow_partial_checkpoint)
 
     def _as_stored(self, path: str) -> "StateLoader":
         """The loader of states in the layout of the checkpoint at `path`."""

@@ -31,6 +31,8 @@ IslandData = Literal["shared", "sharded"]
 
 ResumeIslands = Literal["copy_nearest", "fresh", "mean"]
 
+OnDamagedCheckpoint = Literal["refuse", "previous"]
+
 
 @dataclass(frozen=True)
 class OuterOptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
@@ -225,6 +227,12 @@ class DiLoCoConfig:
     guard_factor: float | None = None
     """Leaves out an island whose outer gradient's norm exceeds this multiple of the median, too; > 1."""
 
+    initialize_from_orbax: str | None = None
+    """Where the outer model of a run that starts comes from: what `levanter-diloco export --format orbax` wrote."""
+
+    on_damaged_checkpoint: OnDamagedCheckpoint = "refuse"
+    """What a run that resumes does where its latest checkpoint is damaged: end, or use the one before it."""
+
     link: LinkConfig | None = None
     """A slow link that `tc` makes of this host's own for the run; unset, the network is left alone."""
 
@@ -245,6 +253,7 @@ class DiLoCoConfig:
         _require(0 <= self.drop_rate <= 1, "drop_rate", self.drop_rate, "lie in [0, 1]", 0.1)
         _require_one_of(get_args(JoinMoments), "join_moments", self.join_moments)
         _require_one_of(get_args(ResumeIslands), "resume_islands", self.resume_islands)
+        _require_one_of(get_args(OnDamagedCheckpoint), "on_damaged_checkpoint", self.on_damaged_checkpoint)
         self._check_weights()
         self._check_island_data()
         if (counts := self.schedule_islands) is not None:

@@ -1,5 +1,6 @@
 """The training state: a Levanter `TrainerState` of the outer model, plus what the islands hold."""
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -135,6 +136,14 @@ class DiLoCoState(TrainerState):
                 for name, value in schedule_facts(diloco, partition, num_islands).items()
             },
         )
+
+    def restarted_at(self, model: PyTree) -> "DiLoCoState":
+        """This state with the trainable leaves of `model`, in f32, as Theta, and every island a copy of them."""
+        outer = trainables_only(model, self.is_trainable)
+        Island = Axis(ISLAND, self.islands.key.shape[0])
+        params = jax.tree.map(lambda old, new: new.astype(old.dtype), self.islands.params, copies(outer, Island))
+        islands = dataclasses.replace(self.islands, params=params)
+        return dataclasses.replace(self, model=eqx.combine(outer, self.model), islands=islands)
 
 
 class OuterStepInfo(StepInfo[DiLoCoState]):

@@ -9,11 +9,11 @@ from haliax.util import is_named_array
 from jax import ShapeDtypeStruct
 from jaxtyping import PyTree
 from levanter.checkpoint import load_checkpoint
-from levanter.checkpoint_manifest import CheckpointManifest, read_manifest
 from levanter.utils.jax_utils import leaf_key_paths
 
 from .errors import PATH, ModelError, OptionError
 from .fragments import Params
+from .integrity import stored_arrays
 from .state import DiLoCoState
 from .trainer_config import DiLoCoTrainerConfig
 
@@ -22,28 +22,32 @@ SCHEDULE = "schedule/"
 
 def holds_islands(path: str) -> bool:
     """Whether the checkpoint at `path` is one of a DiLoCo run; a stock one of Levanter is not."""
-    manifest = read_manifest(path)
-    return manifest is not None and "schedule/islands" in manifest.array_paths
+    return "schedule/islands" in stored_arrays(path)
 
 
 def stored_facts(path: str) -> dict[str, int]:
     """The layout in which the checkpoint at `path` was written."""
-    names = [name.removeprefix(SCHEDULE) for name in _manifest(path).array_paths if name.startswith(SCHEDULE)]
+    names = [name.removeprefix(SCHEDULE) for name in stored_arrays(path) if name.startswith(SCHEDULE)]
     template = {name: ShapeDtypeStruct((), jnp.int32) for name in names}
     arrays: Mapping[str, Any] = load_checkpoint(template, path, subpath="schedule")  # Any: arrays for structs
     return {name: int(value) for name, value in arrays.items()}
 
 
-def check_model(path: str, params: Params, config: DiLoCoTrainerConfig) -> None:
+def check_model(path: str, params: Params, *, partial: bool = False) -> None:
     """Refuses the checkpoint of another model.
 
+    Args:
+        path: The checkpoint.
+        params: Those that it should hold, or their shapes.
+        partial: Whether it may lack some.
+
     Raises:
-        ModelError: If a trainable parameter is not in it, or has another shape there.
+        ModelError: If a parameter is not in it, or has another shape there, or if it holds others.
     """
-    if (difference := _difference(path, "model", params, config.allow_partial_checkpoint)) is not None:
+    if (difference := _difference(path, "model", params, partial)) is not None:
         raise ModelError(
-            f"model: the checkpoint {path} is one of another model, {difference}; the model it was saved with works, "
-            "or another trainer.id."
+            f"the checkpoint {path} is of another model, {difference}; the model block that it was trained with "
+            "works, or another trainer.id."
         )
 
 
@@ -78,7 +82,7 @@ def _difference(path: str, subtree: str, tree: PyTree, partial: bool) -> str | N
         partial: Whether the checkpoint may lack some of them.
     """
     under = subtree + "/"
-    stored = {array.path: array.shape for array in _manifest(path).arrays if array.path.startswith(under)}
+    stored = {name: array.shape for name, array in stored_arrays(path).items() if name.startswith(under)}
     here = _shapes(subtree, tree)
     for name in sorted(here):
         if name not in stored and not partial:
@@ -96,9 +100,3 @@ def _shapes(subtree: str, tree: PyTree) -> dict[str, tuple[int, ...]]:
     arrays = [x.array if is_named_array(x) else x for x in leaves]
     found = zip(names, arrays, strict=True)
     return {name.replace(".", "/"): x.shape for name, x in found if hasattr(x, "shape")}
-
-
-def _manifest(path: str) -> CheckpointManifest:
-    manifest = read_manifest(path)
-    assert manifest is not None  # `holds_islands`
-    return manifest

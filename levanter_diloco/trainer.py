@@ -12,16 +12,17 @@ import numpy as np
 import optax
 from jaxtyping import PRNGKeyArray, PyTree
 from levanter.callbacks import StepInfo
-from levanter.checkpoint import latest_checkpoint_path
 from levanter.tracker import Tracker
 from levanter.tracker.helpers import log_optimizer_hyperparams
 from levanter.trainer import Trainer, TrainStepResult, _unify_model_and_model_init
 from levanter.trainer_state import trainables_only
 from levanter.utils.types import ComputeLossFunction
 
+from . import orbax
 from .attendance import admit, replace_left_out
 from .checkpoint import StateLoader, save_without_barriers
 from .exchange import Exchange
+from .label import Label
 from .layout import Layout
 from .metrics import (
     IslandRecord,
@@ -33,6 +34,7 @@ from .metrics import (
     owned_islands,
 )
 from .programs import Programs
+from .recovery import checkpoint_to_resume, refuse_without_metadata, save_with_checksums
 from .state import DiLoCoState, OuterStepInfo
 from .stored import holds_islands
 from .summary import Traffic, announce, farewell
@@ -62,8 +64,10 @@ class DiLoCoTrainer(Trainer):
         *,
         add_default_hooks: bool = True,
     ):
-        super().__init__(config, optimizer, loss_fn, add_default_hooks=add_default_hooks)
         diloco = config.diloco
+        if add_default_hooks:  # among which is the host's checkpointer, that would die of it
+            refuse_without_metadata(config.own_checkpoint_paths)
+        super().__init__(config, optimizer, loss_fn, add_default_hooks=add_default_hooks)
         self.schedule = diloco.schedule
         layout = Layout(diloco, config.layout.num_islands, config.island_sharding)
         self.partition = layout.partition
@@ -101,6 +105,9 @@ class DiLoCoTrainer(Trainer):
                 board = Board(self.run_id, 2 * (self.schedule.effective_period + self.schedule.overlap_steps))
             if self._checkpointer is not None:
                 save_without_barriers(self._checkpointer, self.schedule)
+        if self._checkpointer is not None:
+            label = functools.partial(Label.of, config.layout.num_islands, diloco)
+            save_with_checksums(self._checkpointer, self.device_mesh, label)
         # pyrefly: ignore[bad-argument-type]  the host has just set a tracker of its own
         loggers: list[Tracker] = getattr(self.tracker, "loggers", [self.tracker])
         self.tracker = IslandTracker(loggers, board)
@@ -120,14 +127,18 @@ class DiLoCoTrainer(Trainer):
                 or if the checkpoint's state cannot be carried over to this run.
         """
         init = _unify_model_and_model_init(model, model_init)
-        self.partition.check(trainables_only(eqx.filter_eval_shape(init), is_trainable))
+        outer = trainables_only(eqx.filter_eval_shape(init), is_trainable)
+        self.partition.check(outer)
         paths, load = self.checkpoint_load_plan()
-        path = latest_checkpoint_path(*paths) if load else None
+        path = checkpoint_to_resume(paths, self.config.diloco.on_damaged_checkpoint) if load else None
         if path is not None and holds_islands(path):
             state = self.loader.resume(path, init, training_key, is_trainable)
         else:
             host = super().initial_state(training_key, model, model_init, is_trainable=is_trainable)
             state = self.loader.spread(host)
+            if not load and (source := self.config.diloco.initialize_from_orbax) is not None:
+                orbax.check(source, state.model)
+                state = self.loader.restart(state, orbax.read(source, state.model, self.parameter_axis_mapping))
         self.traffic = Traffic.of(state, self.sync)
         levanter.tracker.log_summary(announce(self.config, state, self.partition, self.traffic))
         return state
