@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 from levanter.compat import hf_checkpoints
 
+from .integrity import check
 from .state import DiLoCoState
 from .trainer import DiLoCoTrainer
 
@@ -28,6 +29,7 @@ def islands_in(host: Any) -> Generator[None]:  # Any: a module whose names are r
         return trainers[-1]
 
     def load(tree: PyTree, path: str, **kwargs: Any) -> PyTree:
+        check(path)
         if isinstance(tree, DiLoCoState):
             return trainers[-1].loader.adopt(tree, path)
         return host_load(tree, path, **kwargs)

@@ -2,35 +2,34 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
+from haliax.partitioning import ResourceMapping
 from haliax.tree_util import hashable_combine, hashable_partition
 from haliax.util import is_named_array
 from jax import ShapeDtypeStruct
 from jax.sharding import NamedSharding
 from jaxtyping import PRNGKeyArray, PyTree
 from levanter.checkpoint import Checkpointer, load_checkpoint, load_checkpoint_or_initialize
-from levanter.checkpoint_manifest import read_manifest
-from levanter.trainer_state import TrainerState, saveable_training_mask
+from levanter.trainer_state import TrainerState, saveable_training_mask, trainables_only
 
-from .errors import PATH, OptionError
-from .fragments import Partition
+from .fragments import Params
 from .inner import without_island
+from .layout import InFlight, Layout, explain
+from .outer import ISLAND
+from .relayout import carry_over, check_recut
 from .schedule import Schedule
-from .state import DiLoCoState, island_state, schedule_facts
+from .state import DiLoCoState, island_state
+from .stored import check_model, check_optimizers, holds_islands, stored_facts
+from .sync import Sync
 from .trainer_config import DiLoCoTrainerConfig
 
-
-def holds_islands(path: str) -> bool:
-    """Whether the checkpoint at `path` is one of a DiLoCo run; a stock one of Levanter is not."""
-    manifest = read_manifest(path)
-    return manifest is not None and "schedule/islands" in manifest.array_paths
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,15 +37,16 @@ class StateLoader:
     """Makes the first state of a run; every array of it lies on its canonical sharding."""
 
     config: DiLoCoTrainerConfig
-    partition: Partition
-    optimizer: optax.GradientTransformation
-    """The inner optimizer."""
-
-    outer_optimizer: optax.GradientTransformation
+    layout: Layout
+    sync: Sync
 
     def spread(self, host: TrainerState) -> DiLoCoState:
         """Starts DiLoCo from a state of the host, fresh or from a stock checkpoint."""
         return self._place(self._of, host)
+
+    def restart(self, state: DiLoCoState, model: PyTree) -> DiLoCoState:
+        """Starts at another outer model, in f32, instead of that of `state`."""
+        return self._place(DiLoCoState.restarted_at, state, model)
 
     def resume(
         self, path: str, model_init: Callable[[], PyTree], key: PRNGKeyArray, is_trainable: PyTree
@@ -54,20 +54,23 @@ class StateLoader:
         """Continues the DiLoCo run whose checkpoint is at `path`; frozen leaves come from `model_init`.
 
         Raises:
-            OptionError: If its islands, fragments or events are not those of this run.
+            ModelError, OptionError: If its model or the state of an optimizer is not of this run's structure.
         """
-        self._check_resumable(path)
-        fresh = functools.partial(self._fresh, is_trainable)
+        stored = self._as_stored(path)
+        self._check_model(path, trainables_only(eqx.filter_eval_shape(model_init), is_trainable))
+        fresh = functools.partial(stored._fresh, is_trainable)
+        shapes = eqx.filter_eval_shape(fresh, model_init, key)
+        check_optimizers(path, shapes, self.config)
         load = load_checkpoint_or_initialize(
             fresh,
             [path],
-            axis_mapping=self.config.parameter_axis_mapping,
+            axis_mapping=stored._mapping,
             mesh=self.config.device_mesh,
-            is_checkpointed=saveable_training_mask(eqx.filter_eval_shape(fresh, model_init, key), is_trainable),
+            is_checkpointed=saveable_training_mask(shapes, is_trainable),
             do_load=True,
             allow_partial=self.config.allow_partial_checkpoint,
         )
-        return self._place(lambda state: state, load(model_init, key))
+        return self._carried(load(model_init, key), stored, path)
 
     def shapes(self, model_init: Callable[[], PyTree], is_trainable: PyTree) -> DiLoCoState:
         """The first state of a fresh run as shapes, each with its canonical sharding; nothing is computed."""
@@ -82,48 +85,69 @@ class StateLoader:
 
         The schedule starts anew, so a fragment that was in flight is not reduced; its islands keep their progress.
         """
-        template = state
+        mesh = self.config.device_mesh
         if holds_islands(path):
-            self._check_resumable(path)
+            stored = self._as_stored(path)
+            self._check_model(path, trainables_only(state.model, state.is_trainable))
+            template = eqx.filter_eval_shape(lambda state: stored._of(self._host_state(state)), state)
+            check_optimizers(path, template, self.config)
+            loaded = load_checkpoint(template, path, axis_mapping=stored._mapping, mesh=mesh)
+            adopted = self._carried(loaded, stored, path)
         else:
             template = eqx.filter_eval_shape(self._host_state, state)
-        mapping, mesh = self.config.parameter_axis_mapping, self.config.device_mesh
-        loaded = load_checkpoint(template, path, axis_mapping=mapping, mesh=mesh)
-        adopted = self._place(lambda state: state, loaded) if template is state else self.spread(loaded)
+            adopted = self.spread(load_checkpoint(template, path, axis_mapping=self._mapping, mesh=mesh))
         # The host now sets the step to 0, and nothing of the schedule has happened up to there.
         return dataclasses.replace(adopted, settled=jnp.zeros((), jnp.int32))
 
-    def _check_resumable(self, path: str) -> None:
-        facts = schedule_facts(self.config.diloco, self.partition, self.config.layout.num_islands)
-        template = {name: ShapeDtypeStruct((), jnp.int32) for name in facts}
-        arrays: Mapping[str, Any] = load_checkpoint(template, path, subpath="schedule")  # Any: arrays for structs
-        stored = {name: int(value) for name, value in arrays.items()}
-        for name, value in facts.items():
-            # Without overlap nothing is ever in flight, so the period may change between two syncs.
-            free = name == "sync_period" and stored["overlap_steps"] == facts["overlap_steps"] == 0
-            if not free and stored[name] != value:
-                options = {
-                    "islands": "ici_islands x dcn_islands x islands_per_slot",
-                    "sequential_layers": "layer_order (1: sequential)",
-                    "balanced": "partition (1: balanced)",
-                    "pieces_of_shares": "outer_memory (1: sharded, with overlap_steps above 1)",
-                    "island_sharding": "partition (balanced: checksum of how an island shards parameters)",
-                }
-                raise OptionError(
-                    f"{PATH}.{options.get(name, name)} ({value}) must be that of the checkpoint {path}; "
-                    f"{stored[name]} works, or another trainer.id with initialize_model_from_checkpoint_path to start "
-                    "anew from its outer parameters."
-                )
+    @property
+    def _mapping(self) -> ResourceMapping:
+        """Logical to mesh axes; islands are whole on every slot where the slots do not divide them."""
+        mapping = self.config.parameter_axis_mapping
+        if self.layout.num_islands % self.config.device_mesh.shape[ISLAND] == 0:
+            return mapping
+        return {logical: axes for logical, axes in mapping.items() if logical != ISLAND}
+
+    def _check_model(self, path: str, params: Params) -> None:
+        check_model(path, params, partial=self.config.allow_partial_checkpoint)
+
+    def _as_stored(self, path: str) -> "StateLoader":
+        """The loader of states in the layout of the checkpoint at `path`."""
+        layout = Layout.stored(stored_facts(path), self.config.diloco)
+        return dataclasses.replace(
+            self, layout=layout, sync=dataclasses.replace(self.sync, partition=layout.partition)
+        )
+
+    def _carried(self, loaded: DiLoCoState, stored: "StateLoader", path: str) -> DiLoCoState:
+        """Places a state of the stored layout, as it is if that is this run's, else carried over to this run's."""
+        before, after = stored.layout, self.layout
+        if before.facts == after.facts:
+            return self._place(lambda state: state, loaded)
+        if before.partition != after.partition:
+            outer = trainables_only(loaded.model, loaded.is_trainable)
+            name = self.config.diloco.outer.get_choice_name(type(self.config.diloco.outer))
+            for partition in (before.partition, after.partition):
+                check = functools.partial(check_recut, self.sync.optimizer, partition=partition, name=name)
+                eqx.filter_eval_shape(check, outer)
+        in_flight = InFlight.of(before.diloco.schedule, int(loaded.step), int(loaded.settled))
+        logger.info("%s resumes in another layout: %s.", path, explain(before, after, in_flight))
+
+        active = int(loaded.active)
+
+        def carry(old: DiLoCoState) -> DiLoCoState:
+            new = self._of(self._host_state(old))
+            return carry_over(old, new, before, after, stored.sync, in_flight, active)
+
+        return self._place(carry, loaded)
 
     def _fresh(self, is_trainable: PyTree, model_init: Callable[[], PyTree], key: PRNGKeyArray) -> DiLoCoState:
         model = model_init()
         return self._of(
-            TrainerState.init(self.optimizer, model, key=key, is_trainable=is_trainable, mp=self.config.mp)
+            TrainerState.init(self.sync.inner_optimizer, model, key=key, is_trainable=is_trainable, mp=self.config.mp)
         )
 
     def _of(self, host: TrainerState) -> DiLoCoState:
-        config = self.config
-        return DiLoCoState.of(host, config.diloco, self.partition, config.layout.num_islands, self.outer_optimizer)
+        layout = self.layout
+        return DiLoCoState.of(host, layout.diloco, layout.partition, layout.num_islands, self.sync.optimizer)
 
     def _place(self, make: Callable[..., DiLoCoState], *args: PyTree) -> DiLoCoState:
         """Runs `make` with the canonical shardings as its result's, so that no step is ever compiled twice."""
@@ -146,7 +170,7 @@ class StateLoader:
     def _host_state(self, state: DiLoCoState) -> TrainerState:
         """The state of a host trainer with one island's arrays: the structure of a stock checkpoint."""
         island = jax.tree.map(without_island, jax.tree.map(lambda x: x[0], state.islands), is_leaf=is_named_array)
-        return island_state(state, island, state.model, self.optimizer, state.step)
+        return island_state(state, island, state.model, self.sync.inner_optimizer, state.step)
 
 
 def save_without_barriers(checkpointer: Checkpointer, schedule: Schedule) -> None:

@@ -11,7 +11,13 @@ from typing import Any, NoReturn
 COMMANDS = {"train_lm": "levanter_diloco.main.train_lm"}
 """Programs of the host: the module's `main` takes a parsed config."""
 
-TOOLS = {"plan": "levanter_diloco.plan", "bench": "levanter_diloco.bench", "compile": "levanter_diloco.compile"}
+TOOLS = {
+    "plan": "levanter_diloco.plan",
+    "bench": "levanter_diloco.bench",
+    "compile": "levanter_diloco.compile",
+    "export": "levanter_diloco.export",
+    "inspect": "levanter_diloco.inspect_checkpoint",
+}
 """Commands of our own: the module's `main` takes the arguments and parses them itself."""
 
 PLUGINS = "levanter.plugins"

@@ -30,6 +30,10 @@ JoinMoments = Literal["fresh", "copied"]
 
 IslandData = Literal["shared", "sharded"]
 
+ResumeIslands = Literal["copy_nearest", "fresh", "mean"]
+
+OnDamagedCheckpoint = Literal["refuse", "previous"]
+
 
 @dataclass(frozen=True)
 class OuterOptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
@@ -207,6 +211,10 @@ class DiLoCoConfig:
     join_moments: JoinMoments = "fresh"
     """Inner moments of an island that joins by `schedule_islands`: fresh, or copied from island 0."""
 
+    resume_islands: ResumeIslands = "copy_nearest"
+    """What islands become where a resume changes K. `copy_nearest`: island j goes on as the old island `j*K_old // K`;
+    `fresh`: as Theta, with fresh moments; `mean`: as the mean of the old islands that it replaces."""
+
     weights: WeightRule | list[float] = "uniform"
     """Weights of the islands in a mean: equal, by the tokens consumed since the last sync, or one number each."""
 
@@ -219,6 +227,12 @@ class DiLoCoConfig:
 
     guard_factor: float | None = None
     """Leaves out an island whose outer gradient's norm exceeds this multiple of the median, too; > 1."""
+
+    initialize_from_orbax: str | None = None
+    """Where the outer model of a run that starts comes from: what `levanter-diloco export --format orbax` wrote."""
+
+    on_damaged_checkpoint: OnDamagedCheckpoint = "refuse"
+    """What a run that resumes does where its latest checkpoint is damaged: end, or use the one before it."""
 
     link: LinkConfig | None = None
     """A slow link that `tc` makes of this host's own for the run; unset, the network is left alone."""
@@ -240,6 +254,8 @@ class DiLoCoConfig:
         _require(lossy or not self.error_feedback, "error_feedback", True, "be false with wire f32", "wire: int4")
         _require(0 <= self.drop_rate <= 1, "drop_rate", self.drop_rate, "lie in [0, 1]", 0.1)
         _require_one_of(get_args(JoinMoments), "join_moments", self.join_moments)
+        _require_one_of(get_args(ResumeIslands), "resume_islands", self.resume_islands)
+        _require_one_of(get_args(OnDamagedCheckpoint), "on_damaged_checkpoint", self.on_damaged_checkpoint)
         self._check_weights()
         self._check_island_data()
         if (counts := self.schedule_islands) is not None:

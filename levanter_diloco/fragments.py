@@ -1,6 +1,7 @@
 """The partition of the trainable parameters into fragments: what every partition can do."""
 
 import abc
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,9 +45,9 @@ class Partition(abc.ABC):
         """How many fragments each part has; the parts in the order of their fragments' numbers."""
 
     @property
-    def sharding_checksum(self) -> int:
-        """Tells apart the cuts of different meshes inside an island; 0 where the mesh does not matter."""
-        return 0
+    def sharding(self) -> Mapping[str, int]:
+        """Over how many devices of an island each named axis is split, for cuts that heed it; else empty."""
+        return {}
 
     def locate(self, fragment: int) -> Place:
         """Returns the part that holds a fragment, and the fragment's index there."""

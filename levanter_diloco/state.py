@@ -1,5 +1,6 @@
 """The training state: a Levanter `TrainerState` of the outer model, plus what the islands hold."""
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -19,6 +20,9 @@ from levanter.utils.tree_utils import inference_mode
 from .config import DiLoCoConfig
 from .fragments import FRAGMENT, Params, Partition
 from .outer import ISLAND
+
+SHARDS = "shards_of_"
+"""Prefix of the facts that say over how many devices of an island a named axis is split."""
 
 
 class Islands(eqx.Module):
@@ -70,7 +74,8 @@ class DiLoCoState(TrainerState):
     """Inner steps at the last final sync: captures up to there have no events left."""
 
     schedule: dict[str, Int[Array, ""]]
-    """The options that a resumed run must share, by name, with `islands` for K."""
+    """The options that shape the state or its events, by name, with `islands` for K; where a resumed run has others,
+    the state is carried over."""
 
     @property
     def model_on_devices(self) -> PyTree:
@@ -132,6 +137,14 @@ class DiLoCoState(TrainerState):
             },
         )
 
+    def restarted_at(self, model: PyTree) -> "DiLoCoState":
+        """This state with the trainable leaves of `model`, in f32, as Theta, and every island a copy of them."""
+        outer = trainables_only(model, self.is_trainable)
+        Island = Axis(ISLAND, self.islands.key.shape[0])
+        params = jax.tree.map(lambda old, new: new.astype(old.dtype), self.islands.params, copies(outer, Island))
+        islands = dataclasses.replace(self.islands, params=params)
+        return dataclasses.replace(self, model=eqx.combine(outer, self.model), islands=islands)
+
 
 class OuterStepInfo(StepInfo[DiLoCoState]):
     """What hooks see of a step: the outer model in device memory, wherever the state keeps it."""
@@ -175,12 +188,12 @@ def schedule_facts(diloco: DiLoCoConfig, partition: Partition, num_islands: int)
         "num_fragments": diloco.num_fragments,
         "sequential_layers": int(diloco.layer_order == "sequential"),
         "balanced": int(diloco.partition == "balanced"),
-        "island_sharding": partition.sharding_checksum,
         "overlap_steps": diloco.overlap_steps,
         "error_feedback": int(diloco.error_feedback),
         # Pieces of shares hold other elements than pieces of all, so one in flight cannot be completed by the other.
         "pieces_of_shares": int(diloco.outer_memory == "sharded" and diloco.schedule.num_pieces > 1),
         "sync_period": diloco.sync_period,
+        **{SHARDS + axis: size for axis, size in partition.sharding.items()},
     }
 
 

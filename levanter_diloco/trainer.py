@@ -12,16 +12,18 @@ import numpy as np
 import optax
 from jaxtyping import PRNGKeyArray, PyTree
 from levanter.callbacks import StepInfo
-from levanter.checkpoint import latest_checkpoint_path
 from levanter.tracker import Tracker
 from levanter.tracker.helpers import log_optimizer_hyperparams
 from levanter.trainer import Trainer, TrainStepResult, _unify_model_and_model_init
 from levanter.trainer_state import trainables_only
 from levanter.utils.types import ComputeLossFunction
 
+from . import orbax
 from .attendance import admit, replace_left_out
-from .checkpoint import StateLoader, holds_islands, save_without_barriers
+from .checkpoint import StateLoader, save_without_barriers
 from .exchange import Exchange
+from .label import Label
+from .layout import Layout
 from .metrics import (
     IslandRecord,
     StepRecord,
@@ -31,9 +33,10 @@ from .metrics import (
     mean_loss,
     owned_islands,
 )
-from .partition import build_partition
 from .programs import Programs
+from .recovery import checkpoint_to_resume, refuse_without_metadata, save_with_checksums
 from .state import DiLoCoState, OuterStepInfo
+from .stored import holds_islands
 from .summary import Traffic, announce, farewell
 from .sync import Guard, Sync, SyncReport
 from .tracker import Board, IslandTracker
@@ -61,14 +64,16 @@ class DiLoCoTrainer(Trainer):
         *,
         add_default_hooks: bool = True,
     ):
-        super().__init__(config, optimizer, loss_fn, add_default_hooks=add_default_hooks)
         diloco = config.diloco
+        if add_default_hooks:  # among which is the host's checkpointer, that would die of it
+            refuse_without_metadata(config.own_checkpoint_paths)
+        super().__init__(config, optimizer, loss_fn, add_default_hooks=add_default_hooks)
         self.schedule = diloco.schedule
-        self.partition = build_partition(diloco, config.island_sharding)
+        layout = Layout(diloco, config.layout.num_islands, config.island_sharding)
+        self.partition = layout.partition
         # A fragment syncs once a period, begun ones included, and once more in the final sync.
         outer_steps = -(-config.num_train_steps // self.schedule.effective_period) + diloco.final_sync
         outer_optimizer = diloco.outer.build(outer_steps)
-        self.loader = StateLoader(config, self.partition, optimizer, outer_optimizer)
         wire = wire_format(diloco.wire, diloco.wire_block, diloco.wire_rounding == "stochastic")
         exchange = Exchange(
             self.device_mesh,
@@ -86,6 +91,7 @@ class DiLoCoTrainer(Trainer):
             optimizer,
             Guard(diloco.guard, diloco.guard_factor),
         )
+        self.loader = StateLoader(config, layout, self.sync)
         self.participation = config.participation
         with levanter.tracker.current_tracker(self.tracker):  # else it would start trackers of its own
             self._island_trainer = Trainer(config.island_config, optimizer, loss_fn, add_default_hooks=False)
@@ -99,6 +105,9 @@ class DiLoCoTrainer(Trainer):
                 board = Board(self.run_id, 2 * (self.schedule.effective_period + self.schedule.overlap_steps))
             if self._checkpointer is not None:
                 save_without_barriers(self._checkpointer, self.schedule)
+        if self._checkpointer is not None:
+            label = functools.partial(Label.of, config.layout.num_islands, diloco)
+            save_with_checksums(self._checkpointer, self.device_mesh, label)
         # pyrefly: ignore[bad-argument-type]  the host has just set a tracker of its own
         loggers: list[Tracker] = getattr(self.tracker, "loggers", [self.tracker])
         self.tracker = IslandTracker(loggers, board)
@@ -115,17 +124,21 @@ class DiLoCoTrainer(Trainer):
 
         Raises:
             ModelError, OptionError: If the partition cannot cut the model, found before the host builds it here;
-                or if the checkpoint's islands or fragments are not this run's.
+                or if the checkpoint's state cannot be carried over to this run.
         """
         init = _unify_model_and_model_init(model, model_init)
-        self.partition.check(trainables_only(eqx.filter_eval_shape(init), is_trainable))
+        outer = trainables_only(eqx.filter_eval_shape(init), is_trainable)
+        self.partition.check(outer)
         paths, load = self.checkpoint_load_plan()
-        path = latest_checkpoint_path(*paths) if load else None
+        path = checkpoint_to_resume(paths, self.config.diloco.on_damaged_checkpoint) if load else None
         if path is not None and holds_islands(path):
             state = self.loader.resume(path, init, training_key, is_trainable)
         else:
             host = super().initial_state(training_key, model, model_init, is_trainable=is_trainable)
             state = self.loader.spread(host)
+            if not load and (source := self.config.diloco.initialize_from_orbax) is not None:
+                orbax.check(source, state.model)
+                state = self.loader.restart(state, orbax.read(source, state.model, self.parameter_axis_mapping))
         self.traffic = Traffic.of(state, self.sync)
         levanter.tracker.log_summary(announce(self.config, state, self.partition, self.traffic))
         return state

@@ -98,6 +98,13 @@ class DiLoCoTrainerConfig(TrainerConfig):
         return {logical: size for logical, size in sizes.items() if size > 1}
 
     @property
+    def own_checkpoint_paths(self) -> list[str]:
+        """Where the run saves its checkpoints; it has an id by then."""
+        own = self.checkpointer
+        paths = (own.expanded_path(self.id), own.expanded_temporary_path(self.id))
+        return [path for path in paths if path is not None]
+
+    @property
     def placement(self) -> Placement:
         """Where the arrays of the run's state lie."""
         return Placement(self.device_mesh, self.parameter_axis_mapping, self.diloco.outer_memory)

@@ -68,7 +68,18 @@ def function(path: str) -> Callable:
         ("levanter.trainer_state:saveable_training_mask", "trainer_state is_trainable_param"),
         ("levanter.checkpoint:Checkpointer.on_step", "self tree step force"),
         ("levanter.checkpoint:Checkpointer._get_current_step_save_interval", "self step"),
+        (
+            "levanter.checkpoint:Checkpointer.save_checkpoint",
+            "self tree step destination commit_callback is_temporary base_path_override",
+        ),
         ("levanter.checkpoint:latest_checkpoint_path", "checkpoint_path additional_paths exclude_paths max_step"),
+        (
+            "levanter.checkpoint:discover_checkpoint_candidates",
+            "checkpoint_path additional_paths exclude_paths max_step fs",
+        ),
+        ("levanter.checkpoint:_discover_checkpoint_paths_single", "checkpoint_path fs"),
+        ("levanter.tensorstore_serialization:_create_ocdbt_spec", "checkpoint_root array_path entry"),
+        ("levanter.tensorstore_serialization:_flatten_serializable_leaves", "pytree"),
         (
             "levanter.checkpoint:load_checkpoint",
             "tree checkpoint_path subpath axis_mapping mesh allow_partial read_config",
@@ -236,6 +247,13 @@ def test_checkpoint_hook_passes_keywords() -> None:
 @pytest.mark.parametrize("name", ["hooks", "tracker", "_checkpointer", "_logged_jaxprs"])
 def test_trainer_sets_the_attribute_that_we_use(name: str) -> None:
     assert f"self.{name}" in inspect.getsource(Trainer.__init__)
+
+
+def test_checkpointer_saves_through_the_method_that_we_replace() -> None:
+    from levanter.checkpoint import Checkpointer
+
+    source = " ".join(inspect.getsource(Checkpointer.on_step).split())
+    assert "self.save_checkpoint( tree=tree, step=step, destination=destination," in source
 
 
 def test_composite_tracker_keeps_its_loggers() -> None:

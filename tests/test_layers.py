@@ -36,17 +36,20 @@ LAYERS = {
         "namespaces",
         "bench",
     ],
-    1: ["memory", "fragments", "layer_partition", "balanced_partition", "partition", "outer", "moments"],
+    1: ["memory", "fragments", "layer_partition", "balanced_partition", "partition", "outer", "moments", "checksum"],
     2: [
-        *("mesh", "cut", "exchange", "state", "placement", "inner", "sync", "programs"),
-        *("embedding", "attention", "audit", "island_rows"),
+        *("mesh", "cut", "exchange", "state", "placement", "inner", "sync", "layout", "relayout", "programs"),
+        *("embedding", "attention", "audit", "island_rows", "label", "integrity"),
     ],
     3: [
-        *("trainer_config", "metrics", "checkpoint", "summary", "json_lines", "trainer", "binding", "tracker"),
-        *("attendance", "island_data"),
+        *("trainer_config", "metrics", "stored", "checkpoint", "recovery", "orbax", "summary", "json_lines"),
+        *("trainer", "binding", "tracker", "attendance", "island_data"),
     ],
     4: ["plugin"],
-    5: ["cli", "reading", "main.__init__", "main.train_lm", "main.bench_lm", "aot", "compile", "compile_report"],
+    5: [
+        *("cli", "reading", "main.__init__", "main.train_lm", "main.bench_lm", "aot", "compile", "compile_report"),
+        *("export", "inspect_checkpoint"),
+    ],
 }
 LAYER_OF = {module: layer for layer, modules in LAYERS.items() for module in modules}
 MODULES = sorted(".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py"))

@@ -336,16 +336,32 @@ def test_finished_run_only_reports_when_run_again(workplace: Workplace, plain: F
     assert again.stdout == plain.stdout
 
 
-def test_resume_with_other_islands_is_refused(workplace: Workplace, plain: Finished) -> None:
-    refused = workplace.run(COMMAND, plain.folder / "config.yaml", "--trainer.diloco.ici_islands", "4")
+def test_run_goes_on_with_other_islands_and_fragments(workplace: Workplace, plain: Finished) -> None:
+    config = workplace.config(
+        "other_layout",
+        {**UNSYNCED, "ici_islands": 4, "partition": "balanced", "num_fragments": 2},
+        trainer__initialize_from=str(checkpoint(plain.folder, 10)),
+    )
+    done = workplace.run(COMMAND, config).succeeded()
+    [line] = [line for line in done.stderr.splitlines() if "resumes in another layout" in line]
+    assert "islands 2 -> 4, num_fragments 3 -> 2" in line
+    now, before = metrics(config.parent), metrics(plain.folder)
+    assert list(now) == [11, 12, 13]
+    for step in now:
+        assert all(f"train/loss_island_{k}" in now[step] for k in range(4))
+        assert abs(now[step]["train/loss"] - before[step]["train/loss"]) < 0.2
+    state = arrays(checkpoint(config.parent, 13))
+    assert state["islands/key"].shape[0] == 4
+    # All take over the 2 of fragment 1, synced after 2 and 8. Then f0 is captured after 12, at dh = 3.
+    assert state["outer_steps"].tolist() == [3, 2]
+
+
+def test_resume_with_another_outer_optimizer_is_refused(workplace: Workplace, plain: Finished) -> None:
+    refused = workplace.run(COMMAND, plain.folder / "config.yaml", "--trainer.diloco.outer.type", "adam")
     assert refused.returncode == 2 and refused.stdout == ""
     assert "Traceback" not in refused.stderr
     [line] = [line for line in refused.stderr.splitlines() if line.startswith("levanter-diloco: ")]
-    assert (
-        "trainer.diloco.ici_islands x dcn_islands x islands_per_slot (4)" in line
-        and str(checkpoint(plain.folder, 13)) in line
-        and "2 works" in line
-    )
+    assert "trainer.diloco.outer (adam) must have the state" in line and str(checkpoint(plain.folder, 13)) in line
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from command import COMMAND, Finished, Workplace, arrays, assert_same, checkpoint, metrics, records
+from command import COMMAND, Finished, Workplace, arrays, assert_same, checkpoint, corrupt, metrics, records
 
 from levanter_diloco.namespaces import obstacle
 
@@ -76,9 +77,9 @@ def environment(quickstart: Workplace) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def launched(quickstart: Workplace, name: str) -> Iterator[subprocess.Popen[str]]:
+def launched(quickstart: Workplace, name: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
     """Both processes of a run; what still lives at the end is killed. The launcher's stdout is theirs too."""
-    settings = ["--config", str(config(quickstart, name)), "--run_id", name]
+    settings = ["--config", str(config(quickstart, name)), "--run_id", name, "--", *flags]
     with log(quickstart, name).open("a") as stderr:
         pipes = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
         launcher = subprocess.Popen([*LAUNCH, *settings], env=environment(quickstart), cwd=quickstart.root, **pipes)
@@ -174,9 +175,16 @@ def test_killed_processes_end_in_the_state_of_an_uninterrupted_run(quickstart: W
         launcher.kill()  # and the kernel kills what it has launched
         launcher.communicate()  # until nobody holds its stdout
     assert not (checkpoint(folder, 8) / "metadata.json").exists()
-    with launched(quickstart, "two_killed") as launcher:
+    # One that looks newer is damaged, as process 1 finds: both pass over it.
+    shutil.copytree(checkpoint(folder, 4), checkpoint(folder, 6))
+    metadata = json.loads((checkpoint(folder, 6) / "metadata.json").read_text())
+    (checkpoint(folder, 6) / "metadata.json").write_text(json.dumps(metadata | {"step": 6}))
+    corrupt(checkpoint(folder, 6), "islands/key")
+    with launched(quickstart, "two_killed", "--trainer.diloco.on_damaged_checkpoint", "previous") as launcher:
         finish(launcher, log(quickstart, "two_killed"))
-    assert "Resuming training from step" in log(quickstart, "two_killed").read_text()
+    said = log(quickstart, "two_killed").read_text()
+    assert "step-6 is damaged: islands/key differs" in said and "Resuming training from step" in said
+    assert [path.name for path in (checkpoint(folder, 8).parent / "damaged").iterdir()] == ["step-6"]
     assert_same(arrays(checkpoint(folder, 8)), arrays(checkpoint(two, 8)))
     for step, line in metrics(folder).items():
         assert line["train/loss"] == metrics(two)[step]["train/loss"], step

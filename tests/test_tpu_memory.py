@@ -100,8 +100,9 @@ def test_only_a_fragment_comes_from_host_memory(partition: str, part: str) -> No
 @pytest.mark.slow
 def test_shares_cross_once_between_slices() -> None:
     # A chip has a quarter of a layer's 1024 x 512 numbers and of its norm's 512. It sends these to be added up (the
-    # norm's two shares of 64 fill rows of 128 lanes), and half of as many new parameters.
+    # norm's two shares of 64 fill rows of 128 lanes), as are the weights of the two islands, and half of as many new
+    # parameters.
     block = DiLoCoConfig(num_fragments=33, sync_period=33, outer_memory="sharded")
     text = compiled_sync(block, "layers").as_text()
     sends = [prod(map(int, dims.split(","))) for dims in re.findall(r"= \(f32\[([\d,]*)\].* send\(", text)]
-    assert sorted(sends) == sorted([1024 * 128, 2 * 128, 1024 * 128 // 2, 128 // 2])
+    assert sorted(sends) == sorted([1024 * 128, 2 * 128, 128, 1024 * 128 // 2, 128 // 2])

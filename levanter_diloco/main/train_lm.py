@@ -8,10 +8,12 @@ import equinox as eqx
 import jax
 import levanter.main.train_lm as host
 from haliax import Axis
+from levanter.adaptor import NoAdaptorConfig
 from levanter.trainer_state import trainables_only
 
 from ..binding import islands_in
 from ..cli import leave, run
+from ..errors import option_error
 from ..island_data import dealt
 from ..link import shaped
 from ..partition import build_partition
@@ -32,10 +34,30 @@ def main(config: TrainDiLoCoLmConfig) -> None:
         if not config.trainer.diloco.enabled:
             host.main(config)
             return
+        check_source(config)
         check_model(config)
         config = dataclasses.replace(config, data=dealt(config.data, config.trainer))
         with islands_in(host):
             host.main(config)
+
+
+def check_source(config: TrainDiLoCoLmConfig) -> None:
+    """Refuses a second source of the model beside Orbax, and an adapter on it."""
+    if (path := config.trainer.diloco.initialize_from_orbax) is None:
+        return
+    others = {
+        "initialize_from_hf": config.initialize_from_hf,
+        "initialize_from_checkpoint_path": config.initialize_from_checkpoint_path,
+        "initialize_model_from_checkpoint_path": config.initialize_model_from_checkpoint_path,
+        "trainer.initialize_from": config.trainer.initialize_from,
+        "use_hf_model_config": config.use_hf_model_config,
+    }
+    if named := [name for name, value in others.items() if value]:
+        rule = f"be the only source of the model, and {' and '.join(named)} is set too"
+        raise option_error("initialize_from_orbax", path, rule, "one of them")
+    if not isinstance(config.adapter, NoAdaptorConfig):
+        rule = "be left out with an adapter, which trains on weights of Hugging Face or Levanter"
+        raise option_error("initialize_from_orbax", path, rule, "initialize_from_hf")
 
 
 def check_model(config: TrainDiLoCoLmConfig) -> None:

@@ -1,0 +1,118 @@
+"""Saves that can be checked, and which checkpoint a run goes on from where some are damaged."""
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import fsspec
+import jax
+from jax.experimental.multihost_utils import sync_global_devices
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+from levanter.checkpoint import Checkpointer, _discover_checkpoint_paths_single, discover_checkpoint_candidates
+from rigging.filesystem.storage_path import prefix_join
+
+from .config import OnDamagedCheckpoint
+from .errors import PATH, OptionError
+from .integrity import DamagedCheckpoint, check, with_checksums
+from .label import Label
+from .stored import holds_islands
+
+logger = logging.getLogger(__name__)
+
+
+def save_with_checksums(checkpointer: Checkpointer, mesh: Mesh, label: Callable[[PyTree], Label]) -> None:
+    """Lets `checkpointer` save the checksums of a state along with it, and the label that `label` makes of a model."""
+    host_save = checkpointer.save_checkpoint
+
+    def save(
+        *, tree: PyTree, destination: str, base_path_override: str | None = None, **options: Any
+    ) -> None:  # Any: the host's
+        base = base_path_override or checkpointer.base_path
+        if jax.process_index() == 0:
+            label(tree.model).write(prefix_join(base, destination))
+        whole = with_checksums(tree, mesh)
+        host_save(whole, destination=destination, base_path_override=base_path_override, **options)
+
+    # pyrefly: ignore[bad-assignment]  the host's hook passes every argument by name
+    checkpointer.save_checkpoint = save
+
+
+def refuse_without_metadata(paths: Sequence[str]) -> None:
+    """Refuses a checkpoint under `paths` whose metadata.json cannot be read, which the host would pass over or die of.
+
+    Raises:
+        DamagedCheckpoint: If there is one.
+    """
+    known = {candidate.path for path in paths for candidate in discover_checkpoint_candidates(path)}
+    for path in paths:
+        for found in _discover_checkpoint_paths_single(path):
+            if found not in known:
+                advice = "remove the folder to go on from the one before it"
+                raise DamagedCheckpoint(found, f"metadata.json cannot be read; {advice}")
+
+
+def checkpoint_to_resume(paths: Sequence[str], on_damaged: OnDamagedCheckpoint) -> str:
+    """The latest checkpoint under `paths`, or with `previous` the latest that is whole.
+
+    A damaged one of these is moved to the folder `damaged` beside it, for the run will write its own in its place.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        DamagedCheckpoint: If it is damaged and may not be passed over, or all are.
+    """
+    refuse_without_metadata(paths)
+    found = [candidate.path for candidate in discover_checkpoint_candidates(*paths)]
+    if not found:
+        raise FileNotFoundError(f"Could not discover checkpoint under any of: {list(paths)}")
+    damaged: list[DamagedCheckpoint] = []
+    for path in reversed(found):
+        try:
+            check(path)
+        except DamagedCheckpoint as error:
+            damaged.append(error)
+            if on_damaged == "refuse":
+                break
+            logger.warning("%s; passed over.", error)
+        else:
+            _set_aside([error.path for error in damaged], paths)
+            return path
+    if on_damaged == "previous":
+        raise DamagedCheckpoint(damaged[0].path, f"{damaged[0].reason}; no other is whole")
+    advice = f"{PATH}.on_damaged_checkpoint (refuse) lets nothing else be used; previous works with the one before it"
+    raise DamagedCheckpoint(damaged[0].path, f"{damaged[0].reason}; {advice}")
+
+
+def latest(folder: str) -> str:
+    """The latest checkpoint under `folder`, which may be one itself.
+
+    Raises:
+        OptionError: If there is none of a DiLoCo run.
+    """
+    found = [candidate.path for candidate in discover_checkpoint_candidates(folder)]
+    if not found:
+        raise OptionError(f"--checkpoint ({folder}) must be a checkpoint or a folder of them; RUN/step-99 works.")
+    if not holds_islands(found[-1]):
+        raise OptionError(f"--checkpoint ({found[-1]}) must be of a DiLoCo run, and it is one of stock Levanter.")
+    return found[-1]
+
+
+def _set_aside(damaged: Sequence[str], roots: Sequence[str]) -> None:
+    """Moves those of the checkpoints that lie right under one of `roots` to `damaged/` there."""
+    if jax.process_index() == 0:
+        for path in damaged:
+            root, name = path.rstrip("/").rsplit("/", 1)
+            if root in [own.rstrip("/") for own in roots]:
+                fs, source = fsspec.core.url_to_fs(path)
+                aside = _free(fs, f"{source.rsplit('/', 1)[0]}/damaged/{name}")
+                fs.makedirs(aside.rsplit("/", 1)[0], exist_ok=True)
+                fs.mv(source, aside, recursive=True)
+                logger.warning("Moved %s to %s.", source, aside)
+    if damaged and jax.process_count() > 1:
+        sync_global_devices("damaged checkpoints are out of the way")
+
+
+def _free(fs: fsspec.AbstractFileSystem, path: str) -> str:
+    """`path`, or with a number behind it if that exists."""
+    return next(name for n in itertools.count() if not fs.exists(name := f"{path}.{n}" if n else path))
