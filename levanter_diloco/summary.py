@@ -11,6 +11,7 @@ from humanfriendly import format_size
 from jaxtyping import Array, Int, PyTree
 from levanter.trainer_state import trainables_only
 
+from .config import DiLoCoConfig
 from .errors import PATH
 from .fragments import Params, Partition, Place
 from .state import DiLoCoState, frozen_only
@@ -138,6 +139,8 @@ def _lines(
         f"  a sync every {figures['steps_per_sync']} step(s), each fragment every {figures['effective_period']}; "
         f"overlap {diloco.overlap_steps}, alpha {diloco.mixing_alpha:g}, outer {diloco.outer}"
     )
+    if said := _participation(diloco):
+        yield f"  {said}"
     sync, period, parallel = (
         format_size(figures[name], binary=True)
         for name in ("bytes_per_sync", "bytes_per_period", "data_parallel_bytes_per_period")
@@ -154,6 +157,14 @@ def _lines(
         f"  memory added per device: {memory} (outer parameters and optimizer state, captured fragments, and all but "
         "one of the islands that share it)"
     )
+
+
+def _participation(diloco: DiLoCoConfig) -> str:
+    """What the options say of who takes part, where it is not everyone alike."""
+    shown = ("island_data", "drop_rate", "schedule_islands", "join_moments", "weights", "guard", "guard_factor")
+    usual = DiLoCoConfig()
+    options = {name: getattr(diloco, name) for name in shown}
+    return ", ".join(f"{name} {value}" for name, value in options.items() if value != getattr(usual, name))
 
 
 def _memory_added(state: DiLoCoState, islands_per_slot: int, memory: str) -> int:

@@ -315,6 +315,68 @@ def test_final_sync_leaves_out_what_is_not_finite(tmp_path: Path) -> None:
     assert np.array_equal(embeds(last)[3], theta(last))
 
 
+# --- Faults that other implementations had
+
+
+def own_steps(start: np.ndarray, island: int, first: int, last: int) -> np.ndarray:
+    """The embedding of one island after its inner steps `first` to `last` alone."""
+    for step in range(first, last + 1):
+        start = start - 0.1 * (start - np.asarray(batch(step - 1, 4)["embed"].array)[island])
+    return start
+
+
+def test_fresh_parameters_of_a_joiner_are_not_overwritten(tmp_path: Path) -> None:
+    # Fragment 0 is captured after step 4 and merges after step 7; in between islands 2 and 3 join.
+    block = {"schedule_islands": [[0, 2], [5, 4]], "overlap_steps": 3}
+    steps = trained(tmp_path, block)
+    for island in (2, 3):
+        own = own_steps(theta(steps[4]), island, 6, 8)
+        np.testing.assert_allclose(embeds(steps[7])[island], own, atol=1e-6)
+
+
+def test_a_joiner_does_not_wipe_the_rest(tmp_path: Path) -> None:
+    # Until the next sync nobody can tell that it has come.
+    alone = trained(tmp_path / "alone", {"schedule_islands": [[0, 2]]}, steps=7)
+    joined = trained(tmp_path / "joined", {"schedule_islands": [[0, 2], [5, 4]]}, steps=7)
+    for a, b in zip(alone, joined, strict=True):
+        assert np.array_equal(theta(a), theta(b))
+        assert np.array_equal(embeds(a)[:2], embeds(b)[:2])
+
+
+def test_learning_rate_of_a_joiner_is_that_of_the_global_step(tmp_path: Path) -> None:
+    inner = AdamConfig(learning_rate=1e-2, warmup=4).build(8)
+    steps = trained(tmp_path, {"schedule_islands": [[0, 1], [5, 4]]}, inner=inner)
+    rates = steps[-1].state.islands.opt_state.hyperparams["learning_rate"]
+    assert len(set(rates.tolist())) == 1
+    everyone = trained(tmp_path / "all", {}, inner=inner)
+    assert rates[0] == everyone[-1].state.islands.opt_state.hyperparams["learning_rate"][0]
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+def test_a_broken_island_does_not_recover_in_a_loop(overlap: int, tmp_path: Path) -> None:
+    # With V = 2 the next fragment is captured in the step in which the island is found to be broken.
+    block = {"sync_period": 4, "num_fragments": 2, "partition": "balanced", "overlap_steps": overlap}
+    steps = trained(tmp_path, block, spoiled={(1, 0): np.nan}, steps=10)
+    syncs = [step.metrics for step in steps if "diloco/participants" in step.metrics]
+    missed = 2 if overlap == 2 else 1
+    assert [sync["diloco/left_out"] for sync in syncs] == [1] + [0] * (len(syncs) - 1)
+    assert [sync["diloco/participants"] for sync in syncs] == [3] * missed + [4] * (len(syncs) - missed)
+
+
+@pytest.mark.parametrize("wire", ["f32", "int8"])
+def test_all_islands_see_the_same_sync_succeed(wire: str, tmp_path: Path) -> None:
+    block = {"ici_islands": 4, "sync_period": 2, "drop_rate": 0.5, "wire": wire, "final_sync": False}
+    config = trainer_config(
+        tmp_path, block, train_batch_size=4, num_train_steps=8, mesh=MeshConfig(axes={"data": 1, "model": -1})
+    )
+    with entered(config, SGD, toy_loss) as trainer:
+        state = trainer.initial_state(jax.random.PRNGKey(0), model=toy())
+        for rows in batches(4, 8, {(3, 1): np.nan}):
+            state = trainer.train_step(state, rows).state
+            for x in jax.tree.leaves((state.model, state.opt_state, state.outer_steps)):
+                assert len({np.asarray(shard.data).tobytes() for shard in x.addressable_shards}) == 1
+
+
 # --- Resume
 
 

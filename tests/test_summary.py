@@ -36,6 +36,18 @@ def test_traffic_counts_each_fragment_once_a_period(tmp_path: Path) -> None:
     assert traffic.sent(np.array([1, 0, 2])) == 12 + 2 * 16
 
 
+def test_who_takes_part_is_said_where_it_is_not_everyone_alike(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    block = {"ici_islands": 2, "drop_rate": 0.25, "weights": [1.0, 3.0]}
+    summary_of(tmp_path / "weighed", block, {"data": 1, "model": 4})
+    assert "  drop_rate 0.25, weights [1.0, 3.0]" in caplog.messages
+    caplog.clear()
+    summary_of(tmp_path / "alike", {"ici_islands": 2}, {"data": 1, "model": 4})
+    assert not any("guard" in message or "weights" in message for message in caplog.messages)
+
+
 def test_single_island_sends_nothing(tmp_path: Path) -> None:
     block = {"sync_period": 6, "ici_islands": 1, "dcn_islands": 1}
     _, traffic = summary_of(tmp_path, block, {"data": 1, "model": 8})
