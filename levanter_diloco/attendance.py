@@ -22,7 +22,7 @@ def admit(state: DiLoCoState, programs: Programs, participation: Participation, 
     before, now = int(state.active), participation.active(int(state.step))
     if now == before:
         return state
-    logger.info("%d islands train after step %d; before, %d.", now, int(state.step), before)
+    logger.info("From step %d on %d of %d islands train.", int(state.step), now, participation.num_islands)
     islands = np.arange(participation.num_islands)
     return programs.seed(state, (before <= islands) & (islands < now), now, copied=copied)
 
@@ -34,13 +34,13 @@ def replace_left_out(state: DiLoCoState, programs: Programs, record: StepRecord)
         RunError: If no island is left that trains.
     """
     step = int(state.step)
-    left_out = {island: fragment for fragment, sync in record.syncs.items() for island in sync.left_out}
+    left_out = {island: fragment for fragment, sync in record.syncs.items() for island in sync.broken}
     # Where a process speaks for all islands it need not wait for a sync to know that all are lost.
     broken = [island for island, own in record.islands.items() if not math.isfinite(own.loss)]
     if record.active in (len(left_out), len(broken)):
         raise RunError(
             f"no island has finite numbers left after step {step}. The outer parameters are untouched: the same "
-            "command goes on from the last checkpoint, and a lower optimizer.learning_rate may get past this step; "
+            "command goes on from the last checkpoint, if there is one, and a lower optimizer.learning_rate may help; "
             f"{PATH}.guard: false leaves such islands to trainer.crash_on_nan."
         )
     for island, fragment in left_out.items():

@@ -32,7 +32,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .inner import without_island
-from .sync import SyncReport
+from .sync import LEFT_OUT, SyncReport
 
 
 @dataclass
@@ -63,6 +63,11 @@ class SyncRecord:
     def left_out(self) -> list[int]:
         """The islands that the guard left out."""
         return [island for island, weight in enumerate(self.weights) if weight < 0]
+
+    @property
+    def broken(self) -> list[int]:
+        """Those of them that have not yet started anew."""
+        return [island for island, weight in enumerate(self.weights) if weight == LEFT_OUT]
 
 
 @dataclass

@@ -74,13 +74,13 @@ def checkpoint_to_resume(paths: Sequence[str], on_damaged: OnDamagedCheckpoint) 
             damaged.append(error)
             if on_damaged == "refuse":
                 break
-            logger.warning("%s; passed over.", error)
+            logger.warning("Passed over: %s", error)
         else:
             _set_aside([error.path for error in damaged], paths)
             return path
     if on_damaged == "previous":
         raise DamagedCheckpoint(damaged[0].path, f"{damaged[0].reason}; no other is whole")
-    advice = f"{PATH}.on_damaged_checkpoint (refuse) lets nothing else be used; previous works with the one before it"
+    advice = f"{PATH}.on_damaged_checkpoint (refuse) lets nothing else be used; previous takes the one before it"
     raise DamagedCheckpoint(damaged[0].path, f"{damaged[0].reason}; {advice}")
 
 
@@ -92,25 +92,40 @@ def latest(folder: str) -> str:
     """
     found = [candidate.path for candidate in discover_checkpoint_candidates(folder)]
     if not found:
-        raise OptionError(f"--checkpoint ({folder}) must be a checkpoint or a folder of them; RUN/step-99 works.")
+        raise OptionError(f"--checkpoint ({folder}) must have a metadata.json, or folders that do; RUN/step-99 works.")
     if not holds_islands(found[-1]):
         raise OptionError(f"--checkpoint ({found[-1]}) must be of a DiLoCo run, and it is one of stock Levanter.")
     return found[-1]
+
+
+def set_unfinished_aside(roots: Sequence[str]) -> None:
+    """Moves saves under `roots` that were killed to `damaged/` there: one in another layout cannot write over them."""
+    if jax.process_index() == 0:
+        for root in roots:
+            fs, folder = fsspec.core.url_to_fs(root)
+            for save in fs.glob(f"{folder}/step-*"):
+                if not fs.exists(f"{save}/metadata.json"):
+                    _move_aside(fs, save)
+    if jax.process_count() > 1:
+        sync_global_devices("unfinished saves are out of the way")
 
 
 def _set_aside(damaged: Sequence[str], roots: Sequence[str]) -> None:
     """Moves those of the checkpoints that lie right under one of `roots` to `damaged/` there."""
     if jax.process_index() == 0:
         for path in damaged:
-            root, name = path.rstrip("/").rsplit("/", 1)
-            if root in [own.rstrip("/") for own in roots]:
-                fs, source = fsspec.core.url_to_fs(path)
-                aside = _free(fs, f"{source.rsplit('/', 1)[0]}/damaged/{name}")
-                fs.makedirs(aside.rsplit("/", 1)[0], exist_ok=True)
-                fs.mv(source, aside, recursive=True)
-                logger.warning("Moved %s to %s.", source, aside)
+            if path.rstrip("/").rpartition("/")[0] in [own.rstrip("/") for own in roots]:
+                _move_aside(*fsspec.core.url_to_fs(path))
     if damaged and jax.process_count() > 1:
         sync_global_devices("damaged checkpoints are out of the way")
+
+
+def _move_aside(fs: fsspec.AbstractFileSystem, path: str) -> None:
+    root, _, name = path.rstrip("/").rpartition("/")
+    aside = _free(fs, f"{root}/damaged/{name}")
+    fs.makedirs(f"{root}/damaged", exist_ok=True)
+    fs.mv(path, aside, recursive=True)
+    logger.warning("Moved %s, which is not whole, to %s.", path, aside)
 
 
 def _free(fs: fsspec.AbstractFileSystem, path: str) -> str:

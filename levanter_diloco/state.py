@@ -41,7 +41,7 @@ class Islands(eqx.Module):
     """1 if the guard has seen a loss that is not finite since the island was last seeded; the host loads no bool."""
 
     weights: Float[Array, "K P"]
-    """The island's weight in the latest sync of each fragment, fixed at its capture; -1 if the guard left it out."""
+    """The island's weight in the latest sync of each fragment, fixed at its capture; below 0 where left out."""
 
 
 class DiLoCoState(TrainerState):

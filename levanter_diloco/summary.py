@@ -107,8 +107,10 @@ def cadence_warnings(config: DiLoCoTrainerConfig) -> Iterator[str]:
     if period > config.num_train_steps:
         yield (
             f"{PATH}.sync_period takes effect as {period}, longer than the run of {config.num_train_steps} steps: not "
-            f"every fragment syncs before the final sync. At most {config.num_train_steps} does."
+            f"every fragment syncs on its way. A period of at most {config.num_train_steps} does."
         )
+    if config.diloco.drop_rate == 1:
+        yield f"{PATH}.drop_rate (1) loses every outer gradient: the outer model stays as it is. Below 1 it trains."
     if config.steps_per_eval <= config.num_train_steps < math.lcm(config.steps_per_eval, spacing):
         yield (
             f"trainer.steps_per_eval ({config.steps_per_eval}) never falls on a sync (every {spacing} steps): each "
@@ -139,7 +141,7 @@ def _lines(
         f"  a sync every {figures['steps_per_sync']} step(s), each fragment every {figures['effective_period']}; "
         f"overlap {diloco.overlap_steps}, alpha {diloco.mixing_alpha:g}, outer {diloco.outer}"
     )
-    if said := _participation(diloco):
+    if said := _unusual(diloco):
         yield f"  {said}"
     sync, period, parallel = (
         format_size(figures[name], binary=True)
@@ -159,9 +161,12 @@ def _lines(
     )
 
 
-def _participation(diloco: DiLoCoConfig) -> str:
-    """What the options say of who takes part, where it is not everyone alike."""
-    shown = ("island_data", "drop_rate", "schedule_islands", "join_moments", "weights", "guard", "guard_factor")
+def _unusual(diloco: DiLoCoConfig) -> str:
+    """The options that have no line of their own, where they are not at their defaults."""
+    shown = (
+        *("wire", "error_feedback", "outer_memory", "island_data", "drop_rate", "schedule_islands", "join_moments"),
+        *("weights", "guard", "guard_factor"),
+    )
     usual = DiLoCoConfig()
     options = {name: getattr(diloco, name) for name in shown}
     return ", ".join(f"{name} {value}" for name, value in options.items() if value != getattr(usual, name))

@@ -23,6 +23,9 @@ from .outer import ISLAND, island_gradients, merge, norm, outer_step
 from .placement import Placement
 from .state import DiLoCoState, Islands, copies
 
+LEFT_OUT, SEEDED = -1.0, -2.0
+"""Weights of an island that the guard leaves out, before and after it has started anew."""
+
 
 class SyncReport(NamedTuple):
     """Figures of one fragment's outer step."""
@@ -33,11 +36,12 @@ class SyncReport(NamedTuple):
     outer_grad_norm: PyTree[Float[Array, ""]]
     outer_update_norm: PyTree[Float[Array, ""]]
     weights: PyTree[Float[Array, " K"]]
-    """Of all islands, as they were in the mean: 0 for one that was absent, -1 for one that the guard left out."""
+    """Of all islands, as they were in the mean: 0 for one that was absent, `LEFT_OUT` or `SEEDED` for one that the
+    guard left out."""
 
 
 class Guard(NamedTuple):
-    """Leaves an island out of a sync, with weight -1, whose outer gradient could spoil the mean."""
+    """Leaves an island out of a sync whose outer gradient could spoil the mean."""
 
     enabled: bool
     """Whether it is left out for a loss or an outer gradient that is not finite."""
@@ -156,6 +160,8 @@ class Sync:
         else:
             moments = fresh_moments(copies(self.inner_optimizer.init(theta), Island), islands.opt_state)
         residual = None if state.residual is None else jax.tree.map(jnp.zeros_like, state.residual)
+        # What was captured of an island before it was found to be broken counts no more.
+        broken = chosen & (islands.weights == LEFT_OUT).any(axis=1)
 
         def pick[T: PyTree](new: T, old: T) -> T:
             return jax.tree.map(lambda x, y: jnp.where(jnp.expand_dims(chosen, range(1, y.ndim)), x, y), new, old)
@@ -165,8 +171,7 @@ class Sync:
             opt_state=pick(moments, islands.opt_state),
             key=islands.key,
             failed=jnp.where(chosen, 0, islands.failed),
-            # Or it would be found, and seeded, once more when what it is captured of arrives.
-            weights=pick(jnp.maximum(islands.weights, 0), islands.weights),
+            weights=jnp.where(broken[:, None] & (islands.weights != 0), SEEDED, islands.weights),
         )
         return dataclasses.replace(
             state, islands=islands, residual=pick(residual, state.residual), active=jnp.asarray(active, jnp.int32)
@@ -177,19 +182,19 @@ class Sync:
         return dataclasses.replace(state, settled=jnp.copy(state.step).astype(jnp.int32))
 
     def _sound(self, state: DiLoCoState, gradients: Params, weights: Float[Array, " K"]) -> Float[Array, " K"]:
-        """The weights of the islands, -1 for those of which the guard knows a number that is not finite."""
+        """The weights of the islands, less those of which the guard knows a number that is not finite."""
         if not self.guard.enabled:
             return jnp.asarray(weights)
         sound = jnp.isfinite(norm(gradients, _island_axis(gradients))) & (state.islands.failed == 0)
-        return jnp.where(sound, weights, -1)
+        return jnp.where(sound, weights, LEFT_OUT)
 
     def _limited(self, gradients: Params, weights: Float[Array, " K"]) -> Float[Array, " K"]:
-        """The weights, -1 for those islands too whose outer gradient is too long for the guard."""
+        """The weights, less those of islands whose outer gradient is too long for the guard."""
         if self.guard.factor is None:
             return weights
         norms = norm(gradients, _island_axis(gradients))
         limit = self.guard.factor * jnp.nanmedian(jnp.where(weights > 0, norms, jnp.nan))
-        return jnp.where((weights > 0) & (norms > limit), -1, weights)
+        return jnp.where((weights > 0) & (norms > limit), LEFT_OUT, weights)
 
     def _weigh(self, state: DiLoCoState, place: Place, weights: Float[Array, " K"]) -> DiLoCoState:
         kept = state.islands.weights.at[:, self.partition.number(place)].set(weights)

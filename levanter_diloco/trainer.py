@@ -34,7 +34,7 @@ from .metrics import (
     owned_islands,
 )
 from .programs import Programs
-from .recovery import checkpoint_to_resume, refuse_without_metadata, save_with_checksums
+from .recovery import checkpoint_to_resume, refuse_without_metadata, save_with_checksums, set_unfinished_aside
 from .state import DiLoCoState, OuterStepInfo
 from .stored import holds_islands
 from .summary import Traffic, announce, farewell
@@ -66,6 +66,7 @@ class DiLoCoTrainer(Trainer):
     ):
         diloco = config.diloco
         if add_default_hooks:  # among which is the host's checkpointer, that would die of it
+            set_unfinished_aside(config.own_checkpoint_paths)
             refuse_without_metadata(config.own_checkpoint_paths)
         super().__init__(config, optimizer, loss_fn, add_default_hooks=add_default_hooks)
         self.schedule = diloco.schedule

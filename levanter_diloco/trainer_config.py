@@ -46,6 +46,11 @@ class DiLoCoTrainerConfig(TrainerConfig):
             rule = f"have one number for each of the {num_islands} islands"
             raise option_error("weights", diloco.weights, rule, [1.0] * num_islands)
 
+        for step, count in counts if shares else ():
+            if not any(shares[:count]):
+                rule = f"give one of the first {count} islands a weight, which alone train from step {step} on"
+                raise option_error("weights", diloco.weights, rule, [1.0] * num_islands)
+
         def rows(completed: int) -> int:
             return self.batch_schedule.batch_size_at_step(completed)
 

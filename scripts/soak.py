@@ -153,7 +153,7 @@ def kills(folder: Path, count: int, draw: random.Random) -> int:
         for pid in pids:
             kill(pid)
             time.sleep(draw.uniform(0, 0.2))  # the other one may notice, or not
-        broken = [path.name for path in saves.iterdir() if not (path / "metadata.json").exists()]
+        broken = [path.name for path in saves.glob("step-*") if not (path / "metadata.json").exists()]
         cut += bool(broken)
         print(f"kill {number + 1}: after step {completed(saves)}, in a save of {broken or 'none'}", flush=True)
     for pid in start("killed"):

@@ -237,7 +237,7 @@ def test_export_refuses_in_one_line(
         return refusal(capsys, "export", *flags)
 
     assert f"--to ({run}) must not exist yet" in export(run, to=run)
-    assert "must be a checkpoint or a folder of them" in export(tmp_path)
+    assert "must have a metadata.json, or folders that do" in export(tmp_path)
     assert "--dtype (bfloat16) goes with --format hf alone" in export(run, "--dtype", "bfloat16", form="orbax")
     assert "unrecognized arguments: --tpo" in export(run, "--tpo", "x")
     save_checkpoint({"model": {"embed": np.ones(3, np.float32)}}, 1, tmp_path / "stock")

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from haliax.nn import ScanCheckpointPolicy, Stacked
-from levanter.checkpoint import save_checkpoint
+from levanter.checkpoint import CheckpointerConfig, save_checkpoint
 from levanter.optim.config import AdamConfig
 from levanter.utils.mesh import MeshConfig
 from toy import Block, Embed, Entry, Layer, Toy, entered, numbers, toy_batch, toy_loss, trainer_config
@@ -503,3 +503,18 @@ def test_islands_that_do_not_train_are_nobodys_nearest(tmp_path: Path) -> None:
     first, *_ = resumed(tmp_path, {"sync_period": 6, "ici_islands": 2}, old, steps=4)
     same(first.islands.params, taken(old.state.islands.params, [0, 1]))
     assert int(first.active) == 2
+
+
+def test_a_killed_save_is_out_of_the_way_of_another_layout(tmp_path: Path) -> None:
+    # Its arrays have the shapes of the old layout, and the store would refuse to write others over them.
+    block = {"sync_period": 6, "ici_islands": 4, "final_sync": False}
+    keep = CheckpointerConfig(base_path=str(tmp_path / "run"), save_interval=None, keep=[{"every": 2}])
+    for name, steps in (("ici_islands", 5), ("islands_per_slot", 5)):
+        own = {**block, name: 4 if name == "ici_islands" else 2}
+        with entered(options(tmp_path, own, num_train_steps=steps, checkpointer=keep), SGD, toy_loss) as trainer:
+            state = trainer.initial_state(jax.random.PRNGKey(0), model=toy())
+            trainer.train(state, [toy_batch(**targets(step)) for step in range(int(state.step), steps)])
+        if name == "ici_islands":
+            (tmp_path / "run" / "toy" / "step-4" / "metadata.json").unlink()
+    assert (tmp_path / "run" / "toy" / "step-4" / "metadata.json").exists()
+    assert (tmp_path / "run" / "toy" / "damaged" / "step-4" / "manifest.json").exists()
