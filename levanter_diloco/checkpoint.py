@@ -124,7 +124,7 @@ class StateLoader:
             return self._place(lambda state: state, loaded)
         if before.partition != after.partition:
             outer = trainables_only(loaded.model, loaded.is_trainable)
-            name = self.config.diloco.outer.get_choice_name(type(self.config.diloco.outer))
+            name = self.config.diloco.outer.name
             for partition in (before.partition, after.partition):
                 check = functools.partial(check_recut, self.sync.optimizer, partition=partition, name=name)
                 eqx.filter_eval_shape(check, outer)

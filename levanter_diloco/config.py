@@ -67,6 +67,12 @@ class OuterOptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
     def default_choice_name(cls) -> str:
         return "nesterov"
 
+    @property
+    def name(self) -> str:
+        """What YAML calls it; of a class that is not registered, its own name."""
+        own = type(self)
+        return own.get_choice_name(own) if own in self.get_known_choices().values() else own.__name__
+
     def schedule(self, outer_steps: int) -> optax.Schedule:
         """Learning rate as a function of the outer steps a fragment has taken, of `outer_steps` in all."""
         decay_steps = max(outer_steps - self.warmup, 1)

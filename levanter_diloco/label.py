@@ -4,6 +4,7 @@ Process 0 writes it when a save starts, as the host writes its manifest; a save 
 and without that the host takes the folder for no checkpoint.
 """
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from jaxtyping import PyTree
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from rigging.filesystem.storage_path import StoragePath, prefix_join
 
-from .config import DiLoCoConfig
+from .config import DiLoCoConfig, NesterovConfig
 
 LABEL = "diloco.json"
 
@@ -38,7 +39,9 @@ class Label:
     @classmethod
     def of(cls, num_islands: int, diloco: DiLoCoConfig, model: PyTree) -> "Label":
         """Describes a run; a model whose options have no YAML goes undescribed."""
-        block = draccus.encode(diloco)
+        # The optimizer apart: it may be of a class that is not registered, or hold what has no YAML.
+        block = draccus.encode(dataclasses.replace(diloco, outer=NesterovConfig()))
+        block["outer"] = {"type": diloco.outer.name, **vars(diloco.outer)}
         if not isinstance(model, LmHeadModel) or type(model.config) not in LmConfig.get_known_choices().values():
             return cls(num_islands, block, None, None)
         return cls(num_islands, block, draccus.encode(model.config, LmConfig), model.Vocab.size)
@@ -61,4 +64,4 @@ class Label:
     def write(self, checkpoint: str) -> None:
         path = StoragePath(prefix_join(checkpoint, LABEL))
         path.parent.mkdirs()
-        path.write_text(json.dumps(vars(self), indent=2))
+        path.write_text(json.dumps(vars(self), indent=2, default=str))

@@ -60,7 +60,7 @@ def check_optimizers(path: str, state: DiLoCoState, config: DiLoCoTrainerConfig)
     outer = config.diloco.outer
     anew = "or another trainer.id with initialize_model_from_checkpoint_path to start anew from its outer parameters"
     options = {
-        "opt_state": (f"{PATH}.outer ({outer.get_choice_name(type(outer))})", state.opt_state),
+        "opt_state": (f"{PATH}.outer ({outer.name})", state.opt_state),
         "islands/opt_state": ("optimizer", state.islands.opt_state),
     }
     for subtree, (option, opt_state) in options.items():

@@ -460,7 +460,7 @@ def test_checkpoint_of_another_model_is_refused(four: Saved, tmp_path: Path) -> 
     for fragments in (1, 4):  # P = 3 does not cut these layers
         block = {**P3, "ici_islands": 4, "num_fragments": fragments}
         config = options(tmp_path, block, load_checkpoint_path=str(four.path))
-        with entered(config, SGD, toy_loss) as trainer, pytest.raises(ModelError, match=f"model: .*{shape}"):
+        with entered(config, SGD, toy_loss) as trainer, pytest.raises(ModelError, match=f"is of another model, .*{shape}"):
             trainer.initial_state(jax.random.PRNGKey(0), model=Toy(hax.zeros(Embed), stack))
 
 

@@ -62,12 +62,12 @@ def test_single_island_sends_nothing(tmp_path: Path) -> None:
 
 def test_memory_counts_the_islands_that_share_a_device(tmp_path: Path) -> None:
     # Theta, momentum and a captured copy for each of two islands: 44 bytes each; the count of the outer optimizer 4
-    # and, of the run itself: a key, what is settled, how many train, the outer steps of one fragment, nine facts
+    # and, of the run itself: a key, what is settled, how many train, the outer steps of one fragment, eight facts
     block = {"sync_period": 6, "overlap_steps": 1}
     apart, _ = summary_of(tmp_path, {**block, "ici_islands": 2}, {"data": 1, "model": 4})
     shared, _ = summary_of(tmp_path, {**block, "islands_per_slot": 2, "dcn_islands": 1}, {"data": 1, "model": 8})
     outer = apart["diloco/memory_added_per_device"]
-    assert outer == (3 * 44 + 4) + (8 + 4 + 4 + 4 + 9 * 4)
+    assert outer == (3 * 44 + 4) + (8 + 4 + 4 + 4 + 8 * 4)
     # one more captured copy, and one more island: parameters, two Adam moments, Adam's count, a key, whether it has
     # failed and its weight
     assert shared["diloco/memory_added_per_device"] == outer + 44 + (3 * 44 + 4 + 8 + 4 + 4)
