@@ -23,3 +23,23 @@ def workplace(tmp_path_factory: pytest.TempPathFactory):
     root = tmp_path_factory.mktemp("workplace")
     prepare(root / "text")
     return Workplace(root)
+
+
+@pytest.fixture(scope="module")
+def compile_cache(tmp_path_factory: pytest.TempPathFactory):
+    """Lets the many trainers of one file share what they compile; not for tests that look at what is compiled."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for values in (settings, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        if values is settings:
+            yield

@@ -19,6 +19,8 @@ from levanter_diloco.errors import OptionError, RunError
 from levanter_diloco.participation import Participation
 from levanter_diloco.schedule import Schedule
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 SGD = optax.sgd(0.1)
 SCHEDULE = Schedule(6, 3, 0)  # captures at 2 4 6 8 ...: f1 f2 f0 f1
 
@@ -390,7 +392,7 @@ def test_all_islands_see_the_same_sync_succeed(wire: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("overlap", "stops"), [(0, [4]), (2, [3, 6, 7])])
+@pytest.mark.parametrize(("overlap", "stops"), [(0, [4]), (2, [3, 7])])
 def test_resume_draws_the_same_and_remembers_who_failed(overlap: int, stops: list[int], tmp_path: Path) -> None:
     inner = AdamConfig(learning_rate=1e-2, warmup=4).build(10)
     block = {

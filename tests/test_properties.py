@@ -19,6 +19,8 @@ from toy import Toy, entered, numbers, toy_batch, toy_loss, trainer_config
 from levanter_diloco.participation import Participation
 from levanter_diloco.schedule import Schedule
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 STEPS, ISLANDS = 14, 4
 EMBED, LAYERS = 3, (2, 4)
 

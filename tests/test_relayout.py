@@ -22,6 +22,8 @@ from levanter_diloco.config import AdamConfig as OuterAdamConfig
 from levanter_diloco.config import OuterOptimizerConfig, SgdConfig
 from levanter_diloco.errors import ModelError, OptionError
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 LR, ETA, BETA = 0.1, 0.7, 0.9
 SGD = optax.sgd(LR)
 ADAM = AdamConfig(learning_rate=1e-2, warmup=4).build(20)
@@ -460,7 +462,10 @@ def test_checkpoint_of_another_model_is_refused(four: Saved, tmp_path: Path) -> 
     for fragments in (1, 4):  # P = 3 does not cut these layers
         block = {**P3, "ici_islands": 4, "num_fragments": fragments}
         config = options(tmp_path, block, load_checkpoint_path=str(four.path))
-        with entered(config, SGD, toy_loss) as trainer, pytest.raises(ModelError, match=f"is of another model, .*{shape}"):
+        with (
+            entered(config, SGD, toy_loss) as trainer,
+            pytest.raises(ModelError, match=f"is of another model, .*{shape}"),
+        ):
             trainer.initial_state(jax.random.PRNGKey(0), model=Toy(hax.zeros(Embed), stack))
 
 

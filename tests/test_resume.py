@@ -17,6 +17,8 @@ from levanter.utils.mesh import MeshConfig
 from stock import stock_config
 from toy import Embed, Recorder, Toy, entered, numbers, run, toy_batch, toy_loss, trainer_config
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 STEPS = 14
 MESH = MeshConfig(axes={"data": 1, "model": -1}, param_mapping={"entry": "data"})
 SGD = optax.sgd(0.1)

@@ -25,6 +25,8 @@ from toy import Embed, Toy, entered, numbers, run, toy_batch, toy_loss, trainer_
 from levanter_diloco.config import AverageConfig, NesterovConfig, OuterOptimizerConfig, SgdConfig
 from levanter_diloco.outer import outer_gradient
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 DATA = json.loads((Path(__file__).parent / "data" / "trajectories.json").read_text())
 SGD = optax.sgd(0.1)
 
