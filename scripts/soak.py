@@ -12,6 +12,7 @@ imports and before any device is touched; from there on each lives and dies alon
 import argparse
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -46,17 +47,21 @@ def main() -> int:
         "HF_HUB_OFFLINE": "1",
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
     }
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = (args.folder or Path(temporary)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "xla")
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        draw = random.Random(args.seed)
+    # No TemporaryDirectory: the processes forked from here would clean it up at their own exit.
+    folder = (args.folder or Path(tempfile.mkdtemp())).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "xla")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    draw = random.Random(args.seed)
+    try:
         if args.command == "kills":
             return kills(folder, args.kills, draw)
         if args.command == "steps":
             return steps(folder, args.steps, args.kills, draw)
         return properties(args.count, args.seed)
+    finally:
+        if args.folder is None:
+            shutil.rmtree(folder)
 
 
 def fork(work: Callable[[], Any], log: Path) -> int:
