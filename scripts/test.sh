@@ -3,4 +3,5 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh
-exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"
+# A worker that dies ends the run: xdist, told to replace it, can wait forever for the tests that were its own.
+exec .venv/bin/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 "$@"

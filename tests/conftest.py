@@ -1,5 +1,6 @@
 """Eight CPU devices and no network, set before anything imports jax; the place where runs of the command happen."""
 
+import gc
 import os
 
 os.environ |= {
@@ -23,6 +24,16 @@ def workplace(tmp_path_factory: pytest.TempPathFactory):
     root = tmp_path_factory.mktemp("workplace")
     prepare(root / "text")
     return Workplace(root)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """Unloads what a file compiled: each program is mapped into the process, and Linux allows 65530 maps of one."""
+    yield
+    import jax
+
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
