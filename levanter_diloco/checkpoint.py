@@ -88,7 +88,7 @@ class StateLoader:
         mesh = self.config.device_mesh
         if holds_islands(path):
             stored = self._as_stored(path)
-            self._check_model(path, trainables_only(state.model, state.is_trainable))
+            self._check_model(path, state.theta)
             template = eqx.filter_eval_shape(lambda state: stored._of(self._host_state(state)), state)
             check_optimizers(path, template, self.config)
             loaded = load_checkpoint(template, path, axis_mapping=stored._mapping, mesh=mesh)
@@ -123,7 +123,7 @@ class StateLoader:
         if before.facts == after.facts:
             return self._place(lambda state: state, loaded)
         if before.partition != after.partition:
-            outer = trainables_only(loaded.model, loaded.is_trainable)
+            outer = loaded.theta
             name = self.config.diloco.outer.name
             for partition in (before.partition, after.partition):
                 check = functools.partial(check_recut, self.sync.optimizer, partition=partition, name=name)

@@ -5,7 +5,10 @@ import optax
 from jaxtyping import PyTree
 from optax.schedules import InjectHyperparamsState, InjectStatefulHyperparamsState
 
-COUNTERS = (InjectHyperparamsState, InjectStatefulHyperparamsState, optax.ScaleByScheduleState)
+INJECTED = InjectHyperparamsState, InjectStatefulHyperparamsState
+"""States that hold the present learning rate, around those of the optimizer that takes it."""
+
+COUNTERS = *INJECTED, optax.ScaleByScheduleState
 """States that count the run's steps for a learning-rate schedule."""
 
 
@@ -21,8 +24,8 @@ def fresh_moments(initial: PyTree, current: PyTree) -> PyTree:
     """
 
     def fresh(new: PyTree, old: PyTree) -> PyTree:
-        if isinstance(old, InjectHyperparamsState | InjectStatefulHyperparamsState):
+        if isinstance(old, INJECTED):
             return old._replace(inner_state=new.inner_state)
-        return old if isinstance(old, optax.ScaleByScheduleState) else new
+        return old if isinstance(old, COUNTERS) else new
 
     return jax.tree.map(fresh, initial, current, is_leaf=lambda x: isinstance(x, COUNTERS))

@@ -10,7 +10,6 @@ from haliax.util import is_named_array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import GetAttrKey, tree_leaves_with_path
 from jaxtyping import Array, PyTree
-from levanter.trainer_state import trainables_only
 
 from .config import OuterMemory
 from .cut import cuts_of, put_all, share_axis, share_spec
@@ -68,7 +67,7 @@ class Placement:
         """
         if self.sharded:
             self._check_shares(state.opt_state)
-        trainable = tree_leaves_with_path(trainables_only(state.model, state.is_trainable), is_leaf=is_named_array)
+        trainable = tree_leaves_with_path(state.theta, is_leaf=is_named_array)
         theta = {(MODEL, *path) for path, _ in trainable}
 
         def sharding(path: tuple, x: PyTree) -> NamedSharding:

@@ -14,7 +14,6 @@ import optax
 from haliax import Axis
 from haliax.util import is_named_array
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
-from levanter.trainer_state import trainables_only
 
 from .config import ResumeIslands
 from .errors import PATH, OptionError
@@ -129,7 +128,7 @@ def _recut(
     Named arrays lie along the parameters and follow their elements. Others, such as counts, are a fragment's own:
     all fragments go on with those of the one that has taken the most outer steps; they differ by one at most.
     """
-    whole = _named(optimizer.init(trainables_only(old.model, old.is_trainable)))
+    whole = _named(optimizer.init(old.theta))
     for part, count in before.parts.items():
 
         def put(index: Int[Array, ""], whole: PyTree, part: str = part) -> PyTree:
@@ -166,8 +165,7 @@ def _resettled(
     islands = jax.tree.map(mean if policy == "mean" else nearest, old.islands)
     if policy == "fresh":
         one = jax.tree.map(without_island, jax.tree.map(lambda x: x[0], old.islands), is_leaf=is_named_array)
-        theta = trainables_only(old.model, old.is_trainable)
-        params = jax.tree.map(lambda x, own: x.astype(own.dtype), theta, one.params, is_leaf=is_named_array)
+        params = old.theta_of_islands
         moments = fresh_moments(optimizer.init(params), one.opt_state)
         islands = dataclasses.replace(
             islands,

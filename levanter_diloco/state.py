@@ -19,6 +19,7 @@ from levanter.utils.tree_utils import inference_mode
 
 from .config import DiLoCoConfig
 from .fragments import FRAGMENT, Params, Partition
+from .memory import on_device
 from .outer import ISLAND
 
 SHARDS = "shards_of_"
@@ -76,6 +77,17 @@ class DiLoCoState(TrainerState):
     schedule: dict[str, Int[Array, ""]]
     """The options that shape the state or its events, by name, with `islands` for K; where a resumed run has others,
     the state is carried over."""
+
+    @property
+    def theta(self) -> Params:
+        """Theta itself: the trainable leaves of `model`, axes `{...}`, f32."""
+        return trainables_only(self.model, self.is_trainable)
+
+    @property
+    def theta_of_islands(self) -> Params:
+        """Theta as an island takes it up: axes `{...}`, in the parameter dtype, in device memory."""
+        params = self.islands.params
+        return jax.tree.map(lambda x, own: on_device(x).astype(own.dtype), self.theta, params, is_leaf=is_named_array)
 
     @property
     def model_on_devices(self) -> PyTree:
@@ -139,11 +151,9 @@ class DiLoCoState(TrainerState):
 
     def restarted_at(self, model: PyTree) -> "DiLoCoState":
         """This state with the trainable leaves of `model`, in f32, as Theta, and every island a copy of them."""
-        outer = trainables_only(model, self.is_trainable)
-        Island = Axis(ISLAND, self.islands.key.shape[0])
-        params = jax.tree.map(lambda old, new: new.astype(old.dtype), self.islands.params, copies(outer, Island))
-        islands = dataclasses.replace(self.islands, params=params)
-        return dataclasses.replace(self, model=eqx.combine(outer, self.model), islands=islands)
+        state = dataclasses.replace(self, model=eqx.combine(trainables_only(model, self.is_trainable), self.model))
+        params = copies(state.theta_of_islands, Axis(ISLAND, len(self.islands.key)))
+        return dataclasses.replace(state, islands=dataclasses.replace(self.islands, params=params))
 
 
 class OuterStepInfo(StepInfo[DiLoCoState]):

@@ -9,7 +9,6 @@ import equinox as eqx
 import jax
 from humanfriendly import format_size
 from jaxtyping import Array, Int, PyTree
-from levanter.trainer_state import trainables_only
 
 from .config import DiLoCoConfig
 from .errors import PATH
@@ -59,7 +58,7 @@ def announce(
 ) -> dict[str, int]:
     """Logs the summary and its warnings, and returns its figures for the tracker."""
     schedule, layout = config.diloco.schedule, config.layout
-    outer = trainables_only(state.model, state.is_trainable)
+    outer = state.theta
     figures = {
         "islands": layout.num_islands,
         "islands_per_slot": layout.per_slot,

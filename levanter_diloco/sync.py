@@ -13,11 +13,9 @@ from haliax import Axis
 from haliax.types import IntScalar
 from haliax.util import is_named_array
 from jaxtyping import Array, Bool, Float, PyTree
-from levanter.trainer_state import trainables_only
 
 from .exchange import Exchange, Exchanged
 from .fragments import Params, Partition, Place, put_fragment, take_fragment
-from .memory import on_device
 from .moments import fresh_moments
 from .outer import ISLAND, island_gradients, merge, norm, outer_step
 from .placement import Placement
@@ -74,7 +72,7 @@ class Sync:
     def capture(self, state: DiLoCoState, place: Place) -> Params:
         """Returns `Delta_k` of one fragment, axes `{diloco, ...}`, f32, each on its own island."""
         islands = self.partition.take(state.islands.params, *place)
-        return island_gradients(self.partition.take(self._outer(state), *place), islands)
+        return island_gradients(self.partition.take(state.theta, *place), islands)
 
     def keep(self, state: DiLoCoState, place: Place, weights: Float[Array, " K"]) -> DiLoCoState:
         """Captures one fragment into the state, from where later steps exchange it (V >= 1)."""
@@ -126,7 +124,7 @@ class Sync:
 
     def merge(self, state: DiLoCoState, place: Place) -> DiLoCoState:
         """Lets every island take up Theta of one fragment."""
-        return self._merge(state, place, self.partition.take(self._outer(state), *place))
+        return self._merge(state, place, self.partition.take(state.theta, *place))
 
     def whole(self, state: DiLoCoState, place: Place, weights: Float[Array, " K"]) -> tuple[DiLoCoState, SyncReport]:
         """A sync without overlap: capture, reduce, outer step and merge of one fragment at once."""
@@ -149,12 +147,7 @@ class Sync:
         """
         islands = state.islands
         Island = _island_axis(islands.params)
-        theta = jax.tree.map(
-            lambda outer, own: on_device(outer).astype(own.dtype),
-            self._outer(state),
-            islands.params,
-            is_leaf=is_named_array,
-        )
+        theta = state.theta_of_islands
         if copied:
             moments = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), islands.opt_state)
         else:
@@ -209,7 +202,7 @@ class Sync:
         """
         gradient, weights = exchanged.mean, exchanged.weights
         taken = (weights > 0).any()
-        outer = self._outer(state)
+        outer = state.theta
         before = self.partition.take(outer, *place)
         moments = state.opt_state[place.part]
         current = self.placement.own(before), take_fragment(moments, place.index)
@@ -240,10 +233,6 @@ class Sync:
     def _kept(state: DiLoCoState, place: Place) -> Params:
         assert state.captured is not None  # V >= 1
         return state.captured[place.part]
-
-    @staticmethod
-    def _outer(state: DiLoCoState) -> Params:
-        return trainables_only(state.model, state.is_trainable)
 
 
 def _island_axis(tree: Params) -> Axis:

@@ -186,7 +186,7 @@ class DiLoCoTrainer(Trainer):
         data = (batch, batch_kwargs)
         state, inner, report = programs.step(state, data, crossing=crossing, weights=weights, hooks=hooks)
         losses = local_values(inner.loss)
-        active = self.participation.active(step - 1)
+        active = int(state.active)
         present = {k: IslandRecord(loss) for k, loss in losses.items() if k in self._owned and k < active}
         record = StepRecord(present, {}, 0, active)
         self._note(record, None if crossing is None else crossing.fragment, report)
