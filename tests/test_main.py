@@ -304,16 +304,26 @@ def kill_when(process: subprocess.Popen, happened: Callable[[], bool], log: Path
     assert process.wait() == -signal.SIGKILL
 
 
-def test_killed_run_ends_in_the_state_of_an_uninterrupted_one(workplace: Workplace, plain: Finished) -> None:
+def test_killed_runs_end_in_the_state_of_an_uninterrupted_one(workplace: Workplace, plain: Finished) -> None:
     config = workplace.config("killed", STREAMING)
     folder = config.parent
+    log = folder / "stderr.txt"
+
+    def resumed_from() -> int:
+        return int(log.read_text().rpartition("Resuming training from step ")[2].split()[0])
+
+    # a fragment may be in flight after any even step, merged after any odd one
+    kill_when(workplace.start(config), (checkpoint(folder, 2) / "metadata.json").is_file, log)
+
     # between the arrays and the metadata that completes a checkpoint
-    kill_when(workplace.start(config), (checkpoint(folder, 6) / "manifest.json").is_file, folder / "stderr.txt")
-    for step in range(6, 14):  # whether the metadata came all the same is a matter of luck
+    kill_when(workplace.start(config), (checkpoint(folder, 6) / "manifest.json").is_file, log)
+    assert resumed_from() >= 3
+    for step in range(6, 14):
         (checkpoint(folder, step) / "metadata.json").unlink(missing_ok=True)
-    done = workplace.run(COMMAND, config).succeeded()
-    resumed_from = int(done.stderr.rpartition("Resuming training from step ")[2].split()[0])
-    assert 3 <= resumed_from <= 6  # a fragment is in flight after any even step, merged after any odd one
+
+    kill_when(workplace.start(config), (checkpoint(folder, 10) / "metadata.json").is_file, log)
+    assert resumed_from() == 6  # after step 6 fragment 0 is in flight
+    workplace.run(COMMAND, config).succeeded()
     assert_same(arrays(checkpoint(folder, 13)), arrays(checkpoint(plain.folder, 13)))
     again, once = metrics(folder), metrics(plain.folder)
     for step in again:
