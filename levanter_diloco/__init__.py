@@ -12,33 +12,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import DiLoCoConfig as DiLoCoConfig
-    from .config import OuterOptimizerConfig as OuterOptimizerConfig
-    from .fragments import Partition as Partition
-    from .link import LinkConfig as LinkConfig
-    from .outer import island_gradients as island_gradients
-    from .outer import merge as merge
-    from .outer import outer_gradient as outer_gradient
-    from .outer import outer_step as outer_step
-    from .schedule import Schedule as Schedule
-    from .state import DiLoCoState as DiLoCoState
-    from .trainer import DiLoCoTrainer as DiLoCoTrainer
-    from .trainer_config import DiLoCoTrainerConfig as DiLoCoTrainerConfig
-    from .wire import WireFormat as WireFormat
-    from .wire import register_wire as register_wire
+    from .algorithm.outer import island_gradients as island_gradients
+    from .algorithm.outer import merge as merge
+    from .algorithm.outer import outer_gradient as outer_gradient
+    from .algorithm.outer import outer_step as outer_step
+    from .algorithm.schedule import Schedule as Schedule
+    from .algorithm.wire import WireFormat as WireFormat
+    from .algorithm.wire import register_wire as register_wire
+    from .fragments.partition import Partition as Partition
+    from .islands.state import DiLoCoState as DiLoCoState
+    from .network.link import LinkConfig as LinkConfig
+    from .options.config import DiLoCoConfig as DiLoCoConfig
+    from .options.config import OuterOptimizerConfig as OuterOptimizerConfig
+    from .training.config import DiLoCoTrainerConfig as DiLoCoTrainerConfig
+    from .training.trainer import DiLoCoTrainer as DiLoCoTrainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "config": ("DiLoCoConfig", "OuterOptimizerConfig"),
-    "fragments": ("Partition",),
-    "link": ("LinkConfig",),
-    "outer": ("island_gradients", "merge", "outer_gradient", "outer_step"),
-    "schedule": ("Schedule",),
-    "state": ("DiLoCoState",),
-    "trainer": ("DiLoCoTrainer",),
-    "trainer_config": ("DiLoCoTrainerConfig",),
-    "wire": ("WireFormat", "register_wire"),
+    "algorithm.outer": ("island_gradients", "merge", "outer_gradient", "outer_step"),
+    "algorithm.schedule": ("Schedule",),
+    "algorithm.wire": ("WireFormat", "register_wire"),
+    "fragments.partition": ("Partition",),
+    "islands.state": ("DiLoCoState",),
+    "network.link": ("LinkConfig",),
+    "options.config": ("DiLoCoConfig", "OuterOptimizerConfig"),
+    "training.config": ("DiLoCoTrainerConfig",),
+    "training.trainer": ("DiLoCoTrainer",),
 }
 
 

@@ -3,4 +3,6 @@
 
 def register() -> None:
     """Registers what YAML can name: the outer optimizers and the JSON-lines tracker."""
-    from . import config, json_lines  # noqa: F401  importing them registers their names
+    # Importing them registers their names.
+    from .options import config  # noqa: F401
+    from .training import json_lines  # noqa: F401

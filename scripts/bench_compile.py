@@ -18,11 +18,11 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import yaml  # pyrefly: ignore[untyped-import]  it ships no types
 
-from levanter_diloco.aot import run_on, tpu_devices
-from levanter_diloco.cli import parse
-from levanter_diloco.compile_report import report_of
+from levanter_diloco.commands.compile.aot import run_on, tpu_devices
+from levanter_diloco.commands.compile.report import report_of
+from levanter_diloco.commands.compile.slices import Slice
 from levanter_diloco.main.train_lm import TrainDiLoCoLmConfig
-from levanter_diloco.slices import Slice
+from levanter_diloco.options.reading import read
 
 MODEL = {
     "type": "llama",
@@ -43,7 +43,7 @@ def compiled(
     trainer = {"tracker": {"type": "noop"}, "train_batch_size": 64, "mesh": {"axes": {"data": -1}}, "diloco": diloco}
     path = folder / "run.yaml"
     path.write_text(yaml.dump({"model": MODEL, "trainer": trainer}))
-    config = parse(TrainDiLoCoLmConfig, ["--config_path", str(path)])
+    config = read(TrainDiLoCoLmConfig, ["--config_path", str(path)])
     tpu = Slice.of(topology)
     jax.clear_caches()
     with run_on(tpu_devices(tpu, 2), config, vocab_size=1024) as run:

@@ -29,11 +29,11 @@ from levanter.tracker.tracker import NoopConfig, NoopTracker
 from levanter.trainer import Trainer
 from levanter.utils.mesh import MeshConfig
 
-from levanter_diloco.config import DiLoCoConfig
-from levanter_diloco.schedule import Crossing
-from levanter_diloco.state import DiLoCoState
-from levanter_diloco.trainer import DiLoCoTrainer
-from levanter_diloco.trainer_config import DiLoCoTrainerConfig
+from levanter_diloco.algorithm.schedule import Crossing
+from levanter_diloco.islands.state import DiLoCoState
+from levanter_diloco.options.config import DiLoCoConfig
+from levanter_diloco.training.config import DiLoCoTrainerConfig
+from levanter_diloco.training.trainer import DiLoCoTrainer
 
 Vocab = Axis("vocab", 1024)
 

@@ -28,8 +28,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from levanter_diloco.namespaces import address, obstacle, run_apart, run_together  # noqa: E402  needs no installation
-from levanter_diloco.slices import Slice, SliceError, canonical  # noqa: E402  the package need not be installed
+# The package need not be installed: these need nothing but Python.
+from levanter_diloco.commands.compile.slices import Slice, canonical  # noqa: E402
+from levanter_diloco.errors import SliceError  # noqa: E402
+from levanter_diloco.network.namespaces import address, obstacle, run_apart, run_together  # noqa: E402
 
 OPTIONS: dict[str, tuple[str, Callable[[str], str]]] = {
     "DILOCO_SYNC_PERIOD": ("trainer.diloco.sync_period", str),

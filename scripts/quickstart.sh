@@ -7,5 +7,5 @@ scripts/setup.sh
 export HF_HUB_OFFLINE=1
 # Not in the config: the host reads every value of trainer.jax_config as text, and jax wants a number here.
 export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=4
-.venv/bin/python -m levanter_diloco.text --output .quickstart/data
+.venv/bin/python scripts/make_corpus.py --output .quickstart/data
 exec .venv/bin/levanter-diloco train_lm --config_path configs/quickstart.yaml "$@"

@@ -103,12 +103,14 @@ def kill(pid: int) -> None:
 
 def kills(folder: Path, count: int, draw: random.Random) -> int:
     """Compares the last checkpoint of a run that is killed `count` times with that of one that is not."""
-    from command import Workplace, arrays, checkpoint  # pyrefly: ignore[missing-import]  it lies in tests
+    from helpers.command_runs import Workplace, arrays, checkpoint  # pyrefly: ignore[missing-import]  it lies in tests
+    from make_corpus import prepare
 
-    from levanter_diloco.cli import COMMANDS, leave, run
-    from levanter_diloco.text import prepare
+    from levanter_diloco.cli import PROGRAMS
+    from levanter_diloco.console import leave
+    from levanter_diloco.main.program import run
 
-    __import__(COMMANDS["train_lm"])  # in this process alone
+    __import__(PROGRAMS["train_lm"])  # in this process alone
     place, last = Workplace(folder), 4 * count + 5
     if not (folder / "text").exists():
         prepare(folder / "text")
@@ -133,7 +135,7 @@ def kills(folder: Path, count: int, draw: random.Random) -> int:
         flags = [word for name, value in cluster.items() for word in (f"--trainer.distributed.{name}", str(value))]
 
         def work(process: int) -> None:
-            run(COMMANDS["train_lm"], ["--config_path", str(config), *flags, *own_id(process)])
+            run(PROGRAMS["train_lm"], ["--config_path", str(config), *flags, *own_id(process)])
             leave()
 
         def own_id(process: int) -> list[str]:
@@ -248,12 +250,12 @@ def soak(folder: Path, count: int) -> None:
     import levanter.tracker
     import numpy as np
     import optax
+    from helpers.toy_model import Toy, toy_loss, trainer_config  # pyrefly: ignore[missing-import]  it lies in tests
     from levanter.checkpoint import CheckpointerConfig
     from levanter.tracker.tracker import NoopTracker
     from levanter.utils.mesh import MeshConfig
-    from toy import Toy, toy_loss, trainer_config  # pyrefly: ignore[missing-import]  it lies in tests
 
-    from levanter_diloco.trainer import DiLoCoTrainer
+    from levanter_diloco.training.trainer import DiLoCoTrainer
 
     phases = [[0, 2]] + [[150 * n, 1 + (7 * n) % ISLANDS] for n in range(1, count // 150 + 1)]
     block = {**STREAMING, "overlap_steps": 2, "error_feedback": True, "wire_block": 4, "ici_islands": ISLANDS}
@@ -290,7 +292,7 @@ def soak(folder: Path, count: int) -> None:
 def batches(start: int, stop: int, active: Callable[[int], int]) -> Iterator[dict]:
     """A row for each island and step; now and then one island's is NaN."""
     import numpy as np
-    from toy import toy_batch  # pyrefly: ignore[missing-import]  it lies in tests
+    from helpers.toy_model import toy_batch  # pyrefly: ignore[missing-import]  it lies in tests
 
     for step in range(start, stop):
         rng = np.random.default_rng(step)

@@ -17,9 +17,8 @@ import pytest
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory: pytest.TempPathFactory):
     """The text for runs of the command, and their shared compile cache."""
-    from command import Workplace  # here: only tests that run the command need what it imports
-
-    from levanter_diloco.text import prepare
+    from helpers.command_runs import Workplace  # here: only tests that run the command need what it imports
+    from make_corpus import prepare
 
     root = tmp_path_factory.mktemp("workplace")
     prepare(root / "text")

@@ -2,31 +2,30 @@
 
 import re
 from math import prod
-from pathlib import Path
 
 import equinox as eqx
 import jax
 import pytest
 from haliax import Axis
 from haliax.util import is_named_array
+from helpers.paths import ROOT
 from levanter.utils.mesh import DEFAULT_ICI_AXIS_SPEC
 
-from levanter_diloco.cli import parse
+from levanter_diloco.commands.compile.slices import Slice
+from levanter_diloco.islands.mesh import resolve_islands
 from levanter_diloco.main.train_lm import TrainDiLoCoLmConfig, check_model
-from levanter_diloco.mesh import resolve_islands
+from levanter_diloco.options.reading import read
 from levanter_diloco.plugin import register
-from levanter_diloco.slices import Slice
 
 register()  # as the command does: the local configs name its tracker
 
-ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 LOCAL = {"quickstart", "vanilla", "lookahead", "one_device", "slow_link"}
 PRODUCTION = sorted(set(CONFIGS) - LOCAL)
 
 
 def load(name: str) -> TrainDiLoCoLmConfig:
-    return parse(TrainDiLoCoLmConfig, ["--config_path", str(ROOT / "configs" / f"{name}.yaml")])
+    return read(TrainDiLoCoLmConfig, ["--config_path", str(ROOT / "configs" / f"{name}.yaml")])
 
 
 def devices(name: str) -> tuple[int, int]:

@@ -11,13 +11,14 @@ from haliax import Axis
 from levanter.adaptor import NoAdaptorConfig
 from levanter.trainer_state import trainables_only
 
-from ..binding import islands_in
-from ..cli import leave, run
+from ..console import end
 from ..errors import option_error
-from ..island_data import dealt
-from ..link import shaped
-from ..partition import build_partition
-from ..trainer_config import DiLoCoTrainerConfig
+from ..fragments.build import build_partition
+from ..network.link import shaped
+from ..training.binding import islands_in
+from ..training.config import DiLoCoTrainerConfig
+from ..training.island_data import dealt
+from .program import run
 
 
 @dataclass
@@ -79,5 +80,4 @@ def check_model(config: TrainDiLoCoLmConfig) -> None:
 
 
 if __name__ == "__main__":
-    run("levanter_diloco.main.train_lm", sys.argv[1:])
-    leave()
+    end(lambda: run("levanter_diloco.main.train_lm", sys.argv[1:]))

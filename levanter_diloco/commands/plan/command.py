@@ -1,0 +1,255 @@
+"""`levanter-diloco plan`: what a run would make of a slow link, told without devices, jax or the host."""
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ...algorithm.schedule import Schedule
+from ...console import show
+from ...errors import PATH, BadInput
+from ...network.link import RATE_UNITS, quantity
+from ..flags import Parser
+from .forecast import Setting, forecast, valid_num_fragments
+from .model_size import BY_HAND, ModelSize, size_of
+from .report import draw, lines
+
+DEFAULTS = {"sync_period": 100, "num_fragments": 1, "overlap_steps": 0}
+"""Of `config.DiLoCoConfig`, which imports jax; a test compares."""
+
+GRADIENT_BITS = {"f32": 32, "float32": 32, "full": 32, "bf16": 16, "bfloat16": 16, "f16": 16, "float16": 16}
+
+
+class PlanParser(Parser):
+    """Names a value that works for a flag without one, and the flags for one that is not known."""
+
+    def error(self, message: str) -> NoReturn:
+        expected = re.fullmatch(r"argument (--\w+)\S*: expected one argument", message)
+        if expected:
+            message = f"{expected[1]} () must be followed by a value; {expected[1]} {EXAMPLES[expected[1]]} works"
+        elif message.startswith("unrecognized"):
+            message += f"; the flags are {' '.join(EXAMPLES)} --json"
+        super().error(message)
+
+
+EXAMPLES = {
+    "--config_path": "run.yaml",
+    "--params": "10e9",
+    "--layers": "48",
+    "--rest_params": "0.5e9",
+    "--step_seconds": "0.8",
+    "--islands": "2",
+    "--rate": "1gbit",
+    "--vocab_size": "128256",
+    "--sync_period": "100",
+    "--num_fragments": "5",
+    "--partition": "layers",
+    "--overlap_steps": "1",
+    "--plot": "plan.png",
+}
+"""The flags that take a value, each with one that works."""
+
+
+def main(args: list[str]) -> None:
+    """Prints the plan that `args` ask for; exits with 2 and one line on bad input."""
+    parser = _parser()
+    try:
+        flags = parser.parse_args(args)
+        setting, notes = settle(flags)
+        plan = forecast(setting)
+        if flags.plot:
+            draw(setting, flags.plot)
+    except BadInput as error:
+        parser.error(str(error))
+    show(json.dumps(plan | {"notes": notes}, indent=2) if flags.json else "\n".join([*lines(plan), *notes]))
+
+
+def _parser() -> PlanParser:
+    parser = PlanParser(
+        prog="levanter-diloco plan",
+        description="Traffic, utilization and recommended options of a DiLoCo run over a slow link. Needs no devices.",
+        allow_abbrev=False,
+    )
+
+    def add(flag: str, convert: Callable[[str], Any], text: str) -> None:
+        parser.add_argument(flag, type=convert, metavar=EXAMPLES[flag], help=text)
+
+    add("--config_path", str, "training YAML; the flags below override it")
+    add("--params", _number("--params", 1), "trainable parameters, in place of the YAML's model")
+    add("--layers", _count("--layers", 1), "layers of that model")
+    add("--rest_params", _number("--rest_params", 0), "of its parameters, those outside the layer stack (0)")
+    add("--step_seconds", _number("--step_seconds"), "seconds of one inner step, as a short run on one island logs it")
+    add("--islands", _count("--islands", 1), "K (from the YAML, else 2)")
+    add("--rate", lambda text: parse_rate("--rate", text), "an island's link: bit/s, or with kbit, mbit, gbit, tbit")
+    add("--vocab_size", _count("--vocab_size", 1), "entries of the vocabulary, for a tokenizer that is not known")
+    add("--sync_period", _count("--sync_period", 1), "H (from the YAML, else 100)")
+    add("--num_fragments", _count("--num_fragments", 1), "P (from the YAML, else 1)")
+    add("--overlap_steps", _count("--overlap_steps", 0), "V (from the YAML, else 0)")
+    add("--partition", _partition("--partition"), "layers or balanced (from the YAML, else layers)")
+    add("--plot", str, "file for a plot of utilization against bandwidth; needs the extra levanter-diloco[plot]")
+    parser.add_argument("--json", action="store_true", help="print every figure as JSON")
+    return parser
+
+
+def settle(flags: argparse.Namespace) -> tuple[Setting, list[str]]:
+    """Puts flags and YAML together, and checks what needs both; returns notes on what was taken for granted."""
+    config = load(flags.config_path) if flags.config_path is not None else {}
+    trainer = _block(config, "trainer", "trainer")
+    diloco = _block(trainer, "diloco", PATH)
+    size, notes = _size(flags, config)
+    if flags.step_seconds is None:
+        raise BadInput("--step_seconds is missing: seconds of one inner step; --step_seconds 0.8 works.")
+    rate = flags.rate
+    link = _block(diloco, "link", f"{PATH}.link")
+    if rate is None and "rate" in link:
+        rate = parse_rate(f"{PATH}.link.rate", str(link["rate"]))
+    if flags.islands is None and flags.config_path is None:
+        notes.append("Islands: 2, as --islands is not given.")
+    islands = flags.islands or (_islands(trainer, diloco) if flags.config_path is not None else 2)
+    named = flags.partition or _partition(f"{PATH}.partition")(str(diloco.get("partition", "layers")))
+    balanced = named == "balanced"
+    schedule = _schedule(flags, diloco, None if balanced else size.num_layers)
+    return Setting(size, islands, flags.step_seconds, rate, schedule, _gradient_bits(trainer), balanced), notes
+
+
+def load(path: str) -> Mapping[str, Any]:  # Any: a YAML
+    """Reads a YAML file of options."""
+    # Here: --help does without it.
+    import yaml  # pyrefly: ignore[untyped-import]  it ships no types
+
+    try:
+        config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"--config_path ({path}) must be a file to read: {error.strerror}.") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise BadInput(f"--config_path ({path}) must be a YAML file: {error}.") from error
+    if not isinstance(config, Mapping):
+        raise BadInput(
+            f"--config_path ({path}) must hold a YAML of options; {{trainer: {{...}}, model: {{...}}}} works."
+        )
+    return config
+
+
+def parse_rate(name: str, text: str) -> float:
+    """Reads a rate as `tc` writes it, in bit/s."""
+    rate = quantity(text, RATE_UNITS)
+    if math.isnan(rate):
+        raise BadInput(f"{name} ({text}) must be a rate above 0, in {' '.join(RATE_UNITS)} a second; 1gbit works.")
+    return rate
+
+
+def _number(flag: str, least: float | None = None) -> Callable[[str], float]:
+    rule = "be a number above 0" if least is None else f"be a number of at least {least:g}"
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or value < (least or 0) or (least is None and value == 0):
+            raise BadInput(f"{flag} ({text}) must {rule}; {EXAMPLES[flag]} works.")
+        return value
+
+    return convert
+
+
+def _count(name: str, least: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        if not re.fullmatch(r"-?[0-9]+", text) or int(text) < least:
+            works = EXAMPLES.get(name, EXAMPLES.get(f"--{name.rpartition('.')[2]}", max(least, 1)))
+            raise BadInput(f"{name} ({text}) must be a whole number of at least {least}; {works} works.")
+        return int(text)
+
+    return convert
+
+
+def _size(flags: argparse.Namespace, config: Mapping[str, Any]) -> tuple[ModelSize, list[str]]:  # Any: a YAML
+    by_hand = [name for name in ("params", "layers", "rest_params") if getattr(flags, name) is not None]
+    if not by_hand and flags.config_path is None:
+        raise BadInput("--config_path or --params is missing; --params 10e9 --layers 48 --step_seconds 0.8 works.")
+    if not by_hand:
+        return size_of(config, flags.vocab_size), []
+    for name in ("params", "layers"):
+        if name not in by_hand:
+            raise BadInput(f"--{name} is missing, which --{by_hand[0]} needs: {BY_HAND}.")
+    rest = flags.rest_params or 0.0
+    if rest >= flags.params:
+        raise BadInput(
+            f"--rest_params ({rest:g}) must be below --params ({flags.params:g}); {flags.params / 10:g} works."
+        )
+    notes = []
+    if not rest:
+        notes.append("All parameters are taken to lie in layers, so that fragment 0 is empty; see --rest_params.")
+    return ModelSize(flags.layers, (flags.params - rest) / flags.layers, rest), notes
+
+
+def _schedule(
+    flags: argparse.Namespace,
+    diloco: Mapping[str, Any],  # Any: a YAML
+    num_layers: int | None,
+) -> Schedule:
+    """The schedule; fragments of layers fit `num_layers`."""
+    values, names = {}, {}
+    for option, default in DEFAULTS.items():
+        flag = getattr(flags, option)
+        names[option] = f"--{option}" if flag is not None else f"{PATH}.{option}"
+        least = 0 if option == "overlap_steps" else 1
+        values[option] = flag if flag is not None else _count(names[option], least)(str(diloco.get(option, default)))
+    schedule = Schedule(**values)
+    valid = valid_num_fragments(num_layers) if num_layers is not None else [schedule.num_fragments]
+    if schedule.num_fragments not in valid:
+        raise BadInput(
+            f"{names['num_fragments']} ({schedule.num_fragments}) must be 1 more than a divisor of the {num_layers} "
+            f"layers; {', '.join(map(str, valid))} work."
+        )
+    period = schedule.effective_period
+    if schedule.overlap_steps >= period:
+        raise BadInput(
+            f"{names['overlap_steps']} ({schedule.overlap_steps}) must be below the effective period "
+            f"({period} steps); {period - 1} works."
+        )
+    return schedule
+
+
+def _partition(name: str) -> Callable[[str], str]:
+    def convert(text: str) -> str:
+        if text not in ("layers", "balanced"):
+            raise BadInput(f"{name} ({text}) must be one of layers, balanced; layers works.")
+        return text
+
+    return convert
+
+
+def _islands(trainer: Mapping[str, Any], diloco: Mapping[str, Any]) -> int:  # Any: a YAML
+    """K, where the YAML tells it without a look at the devices."""
+    mesh = _block(trainer, "mesh", "trainer.mesh")
+    counts = []
+    for option, axes, default in (("ici_islands", "axes", 1), ("dcn_islands", "dcn_axes", -1)):
+        count = diloco.get(option)
+        if count is None:
+            count = _block(mesh, axes, f"trainer.mesh.{axes}").get("diloco", default)
+        if not isinstance(count, int) or count < 1:
+            here = "devices" if option == "ici_islands" else "slices"
+            raise BadInput(f"{PATH}.{option} ({count}) is only known from the {here}; give --islands, say 2.")
+        counts.append(count)
+    return math.prod(counts) * _count(f"{PATH}.islands_per_slot", 1)(str(diloco.get("islands_per_slot", 1)))
+
+
+def _gradient_bits(trainer: Mapping[str, Any]) -> int:  # Any: a YAML
+    """Of a gradient in the dtype of the parameters, as `trainer.mp` gives it."""
+    policy = str(trainer.get("mp", "f32"))
+    found = re.search(r"\b(?:p|params)\s*=\s*(\w+)", policy)
+    dtype = found[1] if found else policy
+    if dtype not in GRADIENT_BITS:
+        raise BadInput(f"trainer.mp ({policy}) must name a parameter dtype of {' '.join(GRADIENT_BITS)}; p=f32 works.")
+    return GRADIENT_BITS[dtype]
+
+
+def _block(config: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any]:  # Any: a YAML
+    block = config.get(name) or {}
+    if not isinstance(block, Mapping):
+        raise BadInput(f"{path} ({block}) must be a block of options; {{}} works.")
+    return block

@@ -1,0 +1,186 @@
+"""The training state: a Levanter `TrainerState` of the outer model, plus what the islands hold."""
+
+import dataclasses
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import optax
+from haliax import Axis
+from haliax.types import IntScalar
+from haliax.util import is_named_array
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+from levanter.callbacks import StepInfo
+from levanter.trainer_state import TrainerState, make_floating_point_trainable_filter, trainables_only
+from levanter.utils.jax_utils import move_tree_to_memory_kind
+from levanter.utils.tree_utils import inference_mode
+
+from ..axes import FRAGMENT, ISLAND, Params, broadcast
+from ..fragments.windows import on_device
+from .layout import Layout
+
+
+class Islands(eqx.Module):
+    """What every island holds for itself; each array leads with the island axis, of size K."""
+
+    params: Params
+    """theta_k: trainable leaves only, axes `{diloco, ...}`, in the parameter dtype."""
+
+    opt_state: PyTree
+    """State of the host's inner optimizer. It never crosses between islands."""
+
+    key: PRNGKeyArray
+    """The island's own random stream."""
+
+    failed: Int[Array, " K"]
+    """1 if the guard has seen a loss that is not finite since the island was last seeded; the host loads no bool."""
+
+    weights: Float[Array, "K P"]
+    """The island's weight in the latest sync of each fragment, fixed at its capture; below 0 where left out."""
+
+
+class DiLoCoState(TrainerState):
+    """`model` is Theta and `opt_state` the outer optimizer's state, so that all of Levanter sees the outer model.
+
+    The trainable leaves of `model` are f32 whatever the parameter dtype; frozen leaves exist once, here.
+    `opt_state` holds, for each part of the partition, the states of its fragments along an axis `fragment`.
+    """
+
+    opt_state: dict[str, PyTree]  # pyrefly: ignore[bad-override-mutable-attribute]  the host leaves it open
+
+    islands: Islands
+
+    captured: dict[str, Params] | None
+    """By part, Delta_k of the last captured fragment, axes `{diloco, ...}`, f32; `None` if V = 0."""
+
+    crossed: dict[str, Params] | None
+    """By part, the mean of what has crossed of it, axes `{...}`, f32; `None` if fragments cross in one piece."""
+
+    residual: Params | None
+    """What the wire format has lost so far, axes `{diloco, ...}`, f32; `None` without error feedback."""
+
+    active: Int[Array, ""]
+    """How many islands train: those of the lowest numbers."""
+
+    outer_steps: Int[Array, " P"]
+    """Outer steps taken by each fragment."""
+
+    settled: Int[Array, ""]
+    """Inner steps at the last final sync: captures up to there have no events left."""
+
+    schedule: dict[str, Int[Array, ""]]
+    """The options that shape the state or its events, by name, with `islands` for K; where a resumed run has others,
+    the state is carried over."""
+
+    @property
+    def theta(self) -> Params:
+        """Theta itself: the trainable leaves of `model`, axes `{...}`, f32."""
+        return trainables_only(self.model, self.is_trainable)
+
+    @property
+    def theta_of_islands(self) -> Params:
+        """Theta as an island takes it up: axes `{...}`, in the parameter dtype, in device memory."""
+        params = self.islands.params
+        return jax.tree.map(lambda x, own: on_device(x).astype(own.dtype), self.theta, params, is_leaf=is_named_array)
+
+    @property
+    def model_on_devices(self) -> PyTree:
+        """The outer model in device memory, for as long as it is held."""
+        return move_tree_to_memory_kind(self.model, memory_kind="device")
+
+    @property
+    def eval_model(self) -> PyTree:
+        return inference_mode(self.model_on_devices, True)
+
+    @classmethod
+    def of(
+        cls,
+        host: TrainerState,
+        layout: Layout,
+        optimizer: optax.GradientTransformation,
+    ) -> "DiLoCoState":
+        """Starts DiLoCo from a state of the host: Theta is its model, every island a copy of it, momentum fresh.
+
+        Inner optimizer moments are copied to all islands; each island gets a random stream of its own, and
+        a single island keeps the host's.
+        """
+        diloco, partition, num_islands = layout.diloco, layout.partition, layout.num_islands
+        Island = Axis(ISLAND, num_islands)
+        params = trainables_only(host.model, host.is_trainable)
+        outer = jax.tree.map(lambda x: x.astype(jnp.float32), params, is_leaf=is_named_array)
+        opt_state = {
+            part: hax.vmap(optimizer.init, Axis(FRAGMENT, count))(partition.stacked(outer, part))
+            for part, count in partition.parts.items()
+        }
+        key = host.training_key
+        fragments = {part: partition.take(outer, part, 0) for part in partition.parts}
+        return cls(
+            step=host.step,
+            model=eqx.combine(outer, host.model),
+            optimizer=optimizer,
+            opt_state=opt_state,
+            training_key=key,
+            is_trainable=host.is_trainable,
+            mp=host.mp,
+            model_averaging=None,  # pyrefly: ignore[bad-argument-type]  optional in the host, its type forgets it
+            islands=Islands(
+                params=broadcast(params, Island),
+                opt_state=broadcast(host.opt_state, Island),
+                key=key[None] if num_islands == 1 else jax.random.split(key, num_islands),
+                failed=jnp.zeros(num_islands, jnp.int32),
+                weights=jnp.zeros((num_islands, diloco.num_fragments), jnp.float32),
+            ),
+            captured=_zeros(broadcast(fragments, Island)) if diloco.overlap_steps else None,
+            crossed=_zeros(fragments) if diloco.schedule.num_pieces > 1 else None,
+            residual=_zeros(broadcast(outer, Island)) if diloco.error_feedback else None,
+            active=jnp.asarray(num_islands, jnp.int32),
+            outer_steps=jnp.zeros(diloco.num_fragments, jnp.int32),
+            settled=jnp.copy(host.step).astype(jnp.int32),
+            schedule={name: jnp.asarray(value, jnp.int32) for name, value in layout.facts.items()},
+        )
+
+    def restarted_at(self, model: PyTree) -> "DiLoCoState":
+        """This state with the trainable leaves of `model`, in f32, as Theta, and every island a copy of them."""
+        state = dataclasses.replace(self, model=eqx.combine(trainables_only(model, self.is_trainable), self.model))
+        params = broadcast(state.theta_of_islands, Axis(ISLAND, len(self.islands.key)))
+        return dataclasses.replace(state, islands=dataclasses.replace(self.islands, params=params))
+
+
+class OuterStepInfo(StepInfo[DiLoCoState]):
+    """What hooks see of a step: the outer model in device memory, wherever the state keeps it."""
+
+    model = property(lambda self: self.state.model_on_devices)
+
+
+def island_state(
+    state: DiLoCoState, island: Islands, model: PyTree, optimizer: optax.GradientTransformation, step: IntScalar
+) -> TrainerState:
+    """Returns the state of a host trainer that trains one island.
+
+    Args:
+        state: Gives what all islands share: which leaves train, and the precision policy.
+        island: What the island holds, without the island axis.
+        model: Gives the leaves that `island` lacks.
+        optimizer: The inner optimizer.
+        step: Inner steps completed.
+    """
+    return TrainerState(
+        step=step,
+        model=eqx.combine(island.params, model, is_leaf=is_named_array),
+        optimizer=optimizer,
+        opt_state=island.opt_state,
+        training_key=island.key,
+        is_trainable=state.is_trainable,
+        mp=state.mp,
+        model_averaging=None,  # pyrefly: ignore[bad-argument-type]  optional in the host, its type forgets it
+    )
+
+
+def frozen_only(model: PyTree, is_trainable: PyTree) -> PyTree:
+    """Returns `model` with `None` in place of every trainable leaf: what `trainables_only` leaves out."""
+    return eqx.filter(model, make_floating_point_trainable_filter(is_trainable), inverse=True, is_leaf=is_named_array)
+
+
+def _zeros(tree: PyTree) -> PyTree:
+    return jax.tree.map(jnp.zeros_like, tree)

@@ -1,0 +1,55 @@
+"""Islands that come, and islands that the guard sends back to the outer parameters."""
+
+import logging
+import math
+
+import numpy as np
+
+from ..algorithm.participation import Participation
+from ..errors import PATH, RunError
+from ..islands.programs import Programs
+from ..islands.state import DiLoCoState
+from .metrics import StepRecord
+
+logger = logging.getLogger(__name__)
+
+
+def admit(state: DiLoCoState, programs: Programs, participation: Participation, *, copied: bool) -> DiLoCoState:
+    """Lets as many islands train as the options say for the next step; one that joins starts from Theta.
+
+    What the state says of the step before decides who joins, so that options may change on resume.
+    """
+    before, now = int(state.active), participation.active(int(state.step))
+    if now == before:
+        return state
+    logger.info("From step %d on %d of %d islands train.", int(state.step), now, participation.num_islands)
+    islands = np.arange(participation.num_islands)
+    return programs.seed(state, (before <= islands) & (islands < now), now, copied=copied)
+
+
+def replace_left_out(state: DiLoCoState, programs: Programs, record: StepRecord) -> DiLoCoState:
+    """Starts the islands that the guard left out of this step's syncs anew from Theta, with fresh moments.
+
+    Raises:
+        RunError: If no island is left that trains.
+    """
+    step = int(state.step)
+    left_out = {island: fragment for fragment, sync in record.syncs.items() for island in sync.broken}
+    # Where a process speaks for all islands it need not wait for a sync to know that all are lost.
+    broken = [island for island, own in record.islands.items() if not math.isfinite(own.loss)]
+    if record.active in (len(left_out), len(broken)):
+        raise RunError(
+            f"no island has finite numbers left after step {step}. The outer parameters are untouched: the same "
+            "command goes on from the last checkpoint, if there is one, and a lower optimizer.learning_rate may help; "
+            f"{PATH}.guard: false leaves such islands to trainer.crash_on_nan."
+        )
+    for island, fragment in left_out.items():
+        logger.warning(
+            "Island %d is left out of the sync of fragment %d and starts anew from the outer parameters after step "
+            "%d: its loss or outer gradient is not finite, or the latter longer than %s.guard_factor allows.",
+            *(island, fragment, step, PATH),
+        )
+    if not left_out:
+        return state
+    chosen = np.isin(np.arange(len(state.islands.failed)), list(left_out))
+    return programs.seed(state, chosen, record.active, copied=False)
