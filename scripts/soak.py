@@ -104,11 +104,10 @@ def kill(pid: int) -> None:
 def kills(folder: Path, count: int, draw: random.Random) -> int:
     """Compares the last checkpoint of a run that is killed `count` times with that of one that is not."""
     from helpers.command_runs import Workplace, arrays, checkpoint  # pyrefly: ignore[missing-import]  it lies in tests
-    from make_corpus import prepare
-
     from levanter_diloco.cli import PROGRAMS
     from levanter_diloco.console import leave
     from levanter_diloco.main.program import run
+    from make_corpus import prepare
 
     __import__(PROGRAMS["train_lm"])  # in this process alone
     place, last = Workplace(folder), 4 * count + 5
@@ -250,11 +249,11 @@ def soak(folder: Path, count: int) -> None:
     import levanter.tracker
     import numpy as np
     import optax
-    from helpers.toy_model import Toy, toy_loss, trainer_config  # pyrefly: ignore[missing-import]  it lies in tests
     from levanter.checkpoint import CheckpointerConfig
     from levanter.tracker.tracker import NoopTracker
     from levanter.utils.mesh import MeshConfig
 
+    from helpers.toy_model import Toy, toy_loss, trainer_config  # pyrefly: ignore[missing-import]  it lies in tests
     from levanter_diloco.training.trainer import DiLoCoTrainer
 
     phases = [[0, 2]] + [[150 * n, 1 + (7 * n) % ISLANDS] for n in range(1, count // 150 + 1)]
@@ -292,6 +291,7 @@ def soak(folder: Path, count: int) -> None:
 def batches(start: int, stop: int, active: Callable[[int], int]) -> Iterator[dict]:
     """A row for each island and step; now and then one island's is NaN."""
     import numpy as np
+
     from helpers.toy_model import toy_batch  # pyrefly: ignore[missing-import]  it lies in tests
 
     for step in range(start, stop):

@@ -8,9 +8,9 @@ import jax
 import pytest
 from haliax import Axis
 from haliax.util import is_named_array
-from helpers.paths import ROOT
 from levanter.utils.mesh import DEFAULT_ICI_AXIS_SPEC
 
+from helpers.paths import ROOT
 from levanter_diloco.commands.compile.slices import Slice
 from levanter_diloco.islands.mesh import resolve_islands
 from levanter_diloco.main.train_lm import TrainDiLoCoLmConfig, check_model

@@ -10,12 +10,12 @@ import optax
 import pytest
 from haliax import Axis, NamedArray
 from haliax.util import is_named_array
-from helpers.paths import DATA
-from helpers.toy_model import Toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from helpers.paths import DATA
+from helpers.toy_model import Toy
 from levanter_diloco.algorithm.outer import island_gradients, merge, norm, outer_gradient, outer_step
 from levanter_diloco.algorithm.schedule import Schedule
 from levanter_diloco.axes import ISLAND, Params

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.command_runs import corrupt
-from helpers.toy_model import Toy, entered, numbers, toy_batch, toy_loss, trainer_config
 from jax.sharding import Mesh
 from levanter.checkpoint import CheckpointerConfig, save_checkpoint
 from levanter.tensorstore_serialization import _flatten_serializable_leaves
 from levanter.utils.mesh import MeshConfig
 
+from helpers.command_runs import corrupt
+from helpers.toy_model import Toy, entered, numbers, toy_batch, toy_loss, trainer_config
 from levanter_diloco.checkpoint.checksum import sums_of_shards
 from levanter_diloco.checkpoint.integrity import check, checksum_of, stored_arrays, with_checksums
 from levanter_diloco.checkpoint.label import Label

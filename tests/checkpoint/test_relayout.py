@@ -13,11 +13,11 @@ import numpy as np
 import optax
 import pytest
 from haliax.nn import ScanCheckpointPolicy, Stacked
-from helpers.toy_model import Block, Embed, Entry, Layer, Toy, entered, numbers, toy_batch, toy_loss, trainer_config
 from levanter.checkpoint import CheckpointerConfig, save_checkpoint
 from levanter.optim.config import AdamConfig
 from levanter.utils.mesh import MeshConfig
 
+from helpers.toy_model import Block, Embed, Entry, Layer, Toy, entered, numbers, toy_batch, toy_loss, trainer_config
 from levanter_diloco.errors import ModelError, OptionError
 from levanter_diloco.options.config import AdamConfig as OuterAdamConfig
 from levanter_diloco.options.config import OuterOptimizerConfig, SgdConfig

@@ -17,9 +17,6 @@ import optax
 import pytest
 from haliax import Axis
 from haliax.partitioning import set_mesh
-from helpers.command_runs import Workplace, arrays, assert_same
-from helpers.host_runs import LLAMA, text_loss
-from helpers.toy_model import entered, numbers, trainer_config
 from jax.sharding import Mesh
 from levanter.adaptor import LoraAdaptorConfig
 from levanter.checkpoint import load_checkpoint, save_checkpoint
@@ -28,6 +25,9 @@ from levanter.trainer_state import trainables_only
 from levanter.utils.mesh import MeshConfig
 from safetensors.numpy import load_file
 
+from helpers.command_runs import Workplace, arrays, assert_same
+from helpers.host_runs import LLAMA, text_loss
+from helpers.toy_model import entered, numbers, trainer_config
 from levanter_diloco.cli import main
 from levanter_diloco.errors import OptionError
 from levanter_diloco.main.train_lm import TrainDiLoCoLmConfig, check_source

@@ -15,13 +15,13 @@ import pytest
 from haliax import Axis, NamedArray
 from haliax.partitioning import pspec_for_axis
 from haliax.util import is_named_array
-from helpers.toy_model import Toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from levanter.models.lm_model import LmConfig
 from levanter.trainer_state import trainables_only
 
+from helpers.toy_model import Toy
 from levanter_diloco.axes import FRAGMENT, Params
 from levanter_diloco.commands.compile.hlo import Program, collectives
 from levanter_diloco.errors import ModelError, OptionError

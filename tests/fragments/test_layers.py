@@ -13,12 +13,12 @@ import pytest
 from haliax import Axis
 from haliax.nn import ScanCheckpointPolicy, Stacked
 from haliax.util import is_named_array
-from helpers.toy_model import Block, Toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from levanter.models.lm_model import LmConfig
 from levanter.trainer_state import trainables_only
 
+from helpers.toy_model import Block, Toy
 from levanter_diloco.axes import FRAGMENT, Params
 from levanter_diloco.fragments.layers import ROW, LayerPartition
 from levanter_diloco.fragments.partition import Place, put_fragment, take_fragment

@@ -13,10 +13,10 @@ import optax
 import pytest
 from haliax import Axis, NamedArray
 from haliax.partitioning import pspec_for_axis
-from helpers.toy_model import Toy, entered, run, toy_batch, toy_loss, trainer_config
 from jax.sharding import NamedSharding
 from levanter.utils.mesh import MeshConfig
 
+from helpers.toy_model import Toy, entered, run, toy_batch, toy_loss, trainer_config
 from levanter_diloco.errors import OptionError
 from levanter_diloco.fragments.windows import put_window, take_window
 from levanter_diloco.islands.placement import Placement

@@ -4,8 +4,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from helpers.absent_devices import VOCAB_SIZE, config
 
+from helpers.absent_devices import VOCAB_SIZE, config
 from levanter_diloco.commands.compile.aot import run_on, tpu_devices
 from levanter_diloco.commands.compile.slices import Slice
 

@@ -12,7 +12,6 @@ import pytest
 from haliax import Axis
 from haliax.partitioning import set_mesh
 from haliax.util import is_named_array
-from helpers.toy_model import Toy, trainer_config
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
@@ -20,6 +19,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from levanter.trainer_state import TrainerState
 from levanter.utils.mesh import MeshConfig
 
+from helpers.toy_model import Toy, trainer_config
 from levanter_diloco.islands.layout import Layout
 from levanter_diloco.islands.mesh import IslandLayout, island_mesh, resolve_islands
 from levanter_diloco.islands.state import DiLoCoState

@@ -14,10 +14,10 @@ import optax
 import pytest
 from haliax import Axis
 from haliax.nn import ScanCheckpointPolicy, Stacked
-from helpers.host_runs import llama, text_batch, text_loss
-from helpers.toy_model import Block, Toy, entered, toy_batch, toy_loss, trainer_config
 from levanter.utils.mesh import MeshConfig
 
+from helpers.host_runs import llama, text_batch, text_loss
+from helpers.toy_model import Block, Toy, entered, toy_batch, toy_loss, trainer_config
 from levanter_diloco.algorithm.schedule import Crossing
 from levanter_diloco.commands.compile.hlo import Collective, Program, collectives
 from levanter_diloco.islands.programs import Programs

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from helpers.command_runs import COMMAND, STREAMING, Workplace
 from helpers.refusals import NO_TEXT, VANILLA, assert_says, refusal
-
 from levanter_diloco import cli
 
 pytestmark = pytest.mark.entry

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from helpers.paths import ROOT
 
 pytestmark = [pytest.mark.entry, pytest.mark.slow]

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+
 from helpers.command_runs import (
     COMMAND,
     Finished,

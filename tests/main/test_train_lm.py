@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
+
 from helpers.command_runs import (
     COMMAND,
     HOST,
@@ -25,7 +27,6 @@ from helpers.command_runs import (
     records,
     summary,
 )
-from safetensors.numpy import load_file
 
 pytestmark = [pytest.mark.entry, pytest.mark.slow]
 

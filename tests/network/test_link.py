@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.command_runs import MODULE, STREAMING, Workplace
 
+from helpers.command_runs import MODULE, STREAMING, Workplace
 from levanter_diloco.errors import OptionError
 from levanter_diloco.network.link import HANDLE, LinkConfig, shaped
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.namespaces import host_network, needs_namespaces
 
+from helpers.namespaces import host_network, needs_namespaces
 from levanter_diloco.network import namespaces
 from levanter_diloco.network.namespaces import address, obstacle, run_apart, run_together
 

@@ -5,8 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers.refusals import read_or_refuse
 
+from helpers.refusals import read_or_refuse
 from levanter_diloco.network.link import LinkConfig
 from levanter_diloco.options.config import (
     AdamConfig,

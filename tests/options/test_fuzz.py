@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from helpers.command_runs import COMMAND, Workplace
 from helpers.refusals import NO_TEXT, VANILLA, assert_says, read_or_refuse, refusal
-
 from levanter_diloco import cli
 from levanter_diloco.console import LONGEST_LINE
 from levanter_diloco.options.config import DiLoCoConfig

@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+
 from helpers.command_runs import COMMAND, Workplace, checkpoint, metrics
 
 LION = """

@@ -12,6 +12,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+
 from helpers.paths import ROOT
 
 SCRIPT = ROOT / "scripts" / "launch_tpu.py"

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
 from make_corpus import (
     END_OF_TEXT,
     VOCAB_SIZE,
@@ -20,7 +22,6 @@ from make_corpus import (
     train_tokenizer,
     unigram_perplexity,
 )
-from tokenizers import Tokenizer
 
 
 @pytest.fixture(scope="module")

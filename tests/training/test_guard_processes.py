@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from helpers.paths import HELPERS, ROOT
 
 PROGRAM = HELPERS / "guard_process.py"

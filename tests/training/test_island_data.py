@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from haliax import Axis
-from helpers.command_runs import Workplace, arrays, checkpoint
-from helpers.toy_model import trainer_config
 from levanter.data.dataset import AsyncDataset, ListAsyncDataset
 from levanter.data.text.datasets import BlockShuffleConfig, ContextPhaseConfig, DirectDatasetComponent, LmDataConfig
 from levanter.data.text.examples import GrugLmExample
 from levanter.schedule import BatchSchedule, ScheduleStep
 from tokenizers import Tokenizer
 
+from helpers.command_runs import Workplace, arrays, checkpoint
+from helpers.toy_model import trainer_config
 from levanter_diloco.errors import OptionError
 from levanter_diloco.training.island_data import deal, dealt
 

@@ -6,13 +6,13 @@ from itertools import islice
 import numpy as np
 import optax
 import pytest
-from helpers.toy_model import entered, toy_loss, trainer_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from levanter.data.dataset import AsyncDataset, ListAsyncDataset
 from levanter.data.mixture import MixtureDataset
 from levanter.schedule import BatchSchedule, ScheduleStep
 
+from helpers.toy_model import entered, toy_loss, trainer_config
 from levanter_diloco.algorithm.participation import Participation
 from levanter_diloco.algorithm.schedule import Schedule
 from levanter_diloco.training.island_rows import IslandRows, Rows

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.toy_model import Recorder
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from levanter.tracker import Tracker
 
+from helpers.toy_model import Recorder
 from levanter_diloco.islands.sync import SyncReport
 from levanter_diloco.training.json_lines import JsonLinesConfig, JsonLinesTracker
 from levanter_diloco.training.metrics import (

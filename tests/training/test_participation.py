@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import optax
 import pytest
-from helpers.toy_model import Step, Toy, entered, run, toy_batch, toy_loss, trainer_config
 from levanter.checkpoint import save_checkpoint
 from levanter.optim.config import AdamConfig
 from levanter.schedule import ScheduleStep
 from levanter.utils.mesh import MeshConfig
 
+from helpers.toy_model import Step, Toy, entered, run, toy_batch, toy_loss, trainer_config
 from levanter_diloco.algorithm.participation import Participation
 from levanter_diloco.algorithm.schedule import Schedule
 from levanter_diloco.errors import OptionError, RunError

@@ -9,13 +9,13 @@ import numpy as np
 import optax
 import pytest
 from haliax.util import is_named_array
-from helpers.numpy_diloco import DiLoCo, Options
-from helpers.toy_model import Toy, entered, numbers, toy_batch, toy_loss, trainer_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from levanter.checkpoint import save_checkpoint
 from levanter.utils.mesh import MeshConfig
 
+from helpers.numpy_diloco import DiLoCo, Options
+from helpers.toy_model import Toy, entered, numbers, toy_batch, toy_loss, trainer_config
 from levanter_diloco.algorithm.participation import Participation
 from levanter_diloco.algorithm.schedule import Schedule
 

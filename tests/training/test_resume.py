@@ -10,12 +10,13 @@ import levanter.tracker
 import numpy as np
 import optax
 import pytest
-from helpers.host_runs import stock_config
-from helpers.toy_model import Embed, Recorder, Toy, entered, numbers, run, toy_batch, toy_loss, trainer_config
 from levanter.checkpoint import CheckpointerConfig, load_checkpoint, save_checkpoint
 from levanter.optim.config import AdamConfig
 from levanter.trainer import Trainer
 from levanter.utils.mesh import MeshConfig
+
+from helpers.host_runs import stock_config
+from helpers.toy_model import Embed, Recorder, Toy, entered, numbers, run, toy_batch, toy_loss, trainer_config
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-from helpers.toy_model import Toy, entered, toy_loss, trainer_config
 from levanter.checkpoint import CheckpointerConfig
 from levanter.utils.mesh import MeshConfig
 
+from helpers.toy_model import Toy, entered, toy_loss, trainer_config
 from levanter_diloco.training.summary import Traffic, cadence_warnings, farewell
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from helpers.command_runs import Workplace
 from helpers.namespaces import host_network, needs_namespaces
 from helpers.paths import ROOT
-
 from levanter_diloco.commands.bench import command as bench
 from levanter_diloco.commands.bench.command import lines, main
 from levanter_diloco.commands.bench.methods import METHODS

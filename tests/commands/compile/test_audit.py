@@ -4,8 +4,8 @@ import importlib.util
 from collections.abc import Iterator
 
 import pytest
-from helpers.absent_devices import VOCAB_SIZE, config
 
+from helpers.absent_devices import VOCAB_SIZE, config
 from levanter_diloco.commands.compile.aot import run_on, tpu_devices
 from levanter_diloco.commands.compile.audit import Audit
 from levanter_diloco.commands.compile.slices import Slice

@@ -12,12 +12,12 @@ import haliax as hax
 import jax
 import numpy as np
 import pytest
-from helpers.absent_devices import VOCAB_SIZE, config, write
-from helpers.host_runs import text_loss
-from helpers.toy_model import entered
 from levanter.data.dataset import ListAsyncDataset
 from levanter.data.text.datasets import CausalLmDataset, NamedLmDataset
 
+from helpers.absent_devices import VOCAB_SIZE, config, write
+from helpers.host_runs import text_loss
+from helpers.toy_model import entered
 from levanter_diloco.cli import main
 from levanter_diloco.commands.compile.aot import run_on, tpu_devices
 from levanter_diloco.commands.compile.command import read_topology

@@ -13,12 +13,12 @@ import optax
 import pytest
 from haliax import Axis
 from haliax.nn import ScanCheckpointPolicy, Stacked
-from helpers.toy_model import Block
 from jax import ShapeDtypeStruct
 from jax.experimental import topologies
 from jax.sharding import Mesh
 from levanter.trainer_state import TrainerState
 
+from helpers.toy_model import Block
 from levanter_diloco.algorithm.wire import wire_format
 from levanter_diloco.fragments.partition import Place
 from levanter_diloco.islands.all_reduce import Exchange

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers.paths import ROOT
 
+from helpers.paths import ROOT
 from levanter_diloco import cli
 from levanter_diloco.algorithm.schedule import Schedule
 from levanter_diloco.algorithm.wire import wire_format, wire_names
