@@ -1,4 +1,4 @@
-"""The text of a compiled program, read: its instructions, and what of them talks to other devices."""
+"""HLO text of a compiled program, parsed: its instructions, its collectives and its transfers between slices."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -7,21 +7,21 @@ from math import prod
 
 import numpy as np
 
-BYTES = {
-    "token": 0,
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "bf16": 2,
-    "f16": 2,
-    "u16": 2,
-    "s32": 4,
-    "u32": 4,
-    "f32": 4,
-    "s64": 8,
-    "u64": 8,
+BITS = {
+    "token": 0,  # orders instructions, holds nothing
+    "pred": 8,
+    **{f"{sign}{bits}": bits for sign in "su" for bits in (1, 2, 4, 8, 16, 32, 64)},
+    "f4e2m1fn": 4,
+    **dict.fromkeys(("f8e3m4", "f8e4m3", "f8e4m3b11fnuz", "f8e4m3fn", "f8e4m3fnuz", "f8e5m2", "f8e5m2fnuz"), 8),
+    "f8e8m0fnu": 8,
+    "bf16": 16,
+    "f16": 16,
+    "f32": 32,
+    "f64": 64,
+    "c64": 64,
+    "c128": 128,
 }
-HALF_BYTES = ("s4", "u4")
+"""Bits of an element of each type (XLA's `PrimitiveType`); those below a byte are packed."""
 
 COLLECTIVES = (
     "all-reduce",
@@ -169,10 +169,18 @@ def transfers(program: Program) -> list[Transfer]:
 
 
 def nbytes(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> int:
-    """Bytes of arrays of these shapes."""
-    return sum(
-        prod(sizes) // 2 if dtype in HALF_BYTES else BYTES.get(dtype, 1) * prod(sizes) for dtype, sizes in shapes
-    )
+    """Bytes of arrays of these shapes.
+
+    Raises:
+        ValueError: If XLA has an element type that is not in `BITS`. A guess would be a wrong count of what is sent.
+    """
+    total = 0
+    for dtype, sizes in shapes:
+        if dtype not in BITS:
+            written = f"{dtype}[{','.join(map(str, sizes))}]"
+            raise ValueError(f"the program holds {written}, and the bytes of an element of {dtype} are not known")
+        total += -(-BITS[dtype] * prod(sizes) // 8)
+    return total
 
 
 def _attribute(one: Instruction, name: str) -> str:

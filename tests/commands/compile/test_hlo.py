@@ -3,7 +3,7 @@
 import pytest
 
 from levanter_diloco.commands.compile.flops import Flops
-from levanter_diloco.commands.compile.hlo import Program, collectives, transfers
+from levanter_diloco.commands.compile.hlo import Program, collectives, nbytes, transfers
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,26 @@ def test_parser_counts_tuples_and_knows_islands() -> None:
 def test_gather_sends_its_own_share() -> None:
     [one] = collectives(Program.of("%a = u8[2,4]{1,0} all-gather(%x), replica_groups={{0,1}}, dimensions={0}"))
     assert (one.nbytes, one.sent) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        *(("pred", 10), ("s8", 10), ("u16", 20), ("s16", 20), ("bf16", 20), ("f32", 40), ("f64", 80), ("s64", 80)),
+        *(("c64", 80), ("c128", 160), ("f8e4m3fn", 10), ("f8e5m2", 10), ("f8e8m0fnu", 10), ("f4e2m1fn", 5)),
+        *(("s4", 5), ("u4", 5), ("s2", 3), ("u2", 3), ("token", 0)),  # 10 of 2 bits: two bytes and a half
+    ],
+)
+def test_bytes_of_ten_elements(dtype: str, expected: int) -> None:
+    [one] = collectives(Program.of(f"%a = {dtype}[2,5]{{1,0}} all-reduce(%x), replica_groups={{}}, to_apply=%s"))
+    assert one.nbytes == expected
+
+
+def test_element_type_of_unknown_size_is_refused_by_name() -> None:
+    with pytest.raises(
+        ValueError, match=r"holds f6e2m3fn\[2,5\], and the bytes of an element of f6e2m3fn are not known"
+    ):
+        nbytes((("f32", (3,)), ("f6e2m3fn", (2, 5))))
 
 
 HANDLER = 'is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"'
