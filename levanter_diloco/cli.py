@@ -1,10 +1,10 @@
-"""`levanter-diloco <command>`: hands over to a program of the host or to a tool of ours."""
+"""Command line `levanter-diloco COMMAND`: dispatches to a program of the host or to a tool of ours."""
 
 import importlib
 import sys
 from typing import NoReturn
 
-from .console import end, refuse
+from .console import end, refuse, show
 
 PROGRAMS = {"train_lm": "levanter_diloco.main.train_lm"}
 """Programs of the host: the module's `main` takes a parsed config."""
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     """Runs a command; exits with 2 and one line on bad input."""
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in ("-h", "--help"):
-        print(USAGE)
+        show(USAGE)
     elif args[0] in TOOLS:
         importlib.import_module(TOOLS[args[0]]).main(args[1:])
     elif args[0] in PROGRAMS:

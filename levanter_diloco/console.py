@@ -1,6 +1,7 @@
-"""The end of a command: refusals in one line, and leaving without the interpreter's teardown."""
+"""Standard streams and exit status of a command: its report, its refusal in one line, and no teardown at its end."""
 
 import atexit
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -34,8 +35,9 @@ def leave(code: int = 0) -> NoReturn:
     under such a thread dies of a signal, after everything is saved and said.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BrokenPipeError):  # the reader of a --help may have gone
+            stream.flush()
     os._exit(code)
 
 
