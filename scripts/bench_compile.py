@@ -11,15 +11,14 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import yaml  # pyrefly: ignore[untyped-import]  it ships no types
 
-from levanter_diloco.commands.compile.aot import run_on, tpu_devices
-from levanter_diloco.commands.compile.report import report_of
+from levanter_diloco.commands.compile.aot import abstract_run, tpu_devices
+from levanter_diloco.commands.compile.report import CompileReport
 from levanter_diloco.commands.compile.slices import Slice
 from levanter_diloco.main.train_lm import TrainDiLoCoLmConfig
 from levanter_diloco.options.reading import read
@@ -35,9 +34,7 @@ MODEL = {
 }
 
 
-def compiled(
-    folder: Path, num_fragments: int, overlap: int, topology: str
-) -> tuple[float, dict[str, Any]]:  # Any: JSON
+def compiled(folder: Path, num_fragments: int, overlap: int, topology: str) -> tuple[float, CompileReport]:
     """CPU seconds from the first trace to the last executable of a run of two islands, and the report on it."""
     diloco = {"sync_period": 2 * num_fragments, "num_fragments": num_fragments, "overlap_steps": overlap}
     trainer = {"tracker": {"type": "noop"}, "train_batch_size": 64, "mesh": {"axes": {"data": -1}}, "diloco": diloco}
@@ -46,10 +43,15 @@ def compiled(
     config = read(TrainDiLoCoLmConfig, ["--config_path", str(path)])
     tpu = Slice.of(topology)
     jax.clear_caches()
-    with run_on(tpu_devices(tpu, 2), config, vocab_size=1024) as run:
+    with abstract_run(tpu_devices(tpu, 2), config, vocab_size=1024) as run:
         started = time.process_time()  # of all threads: other work on the machine does not count
-        report = report_of(run, topology, 2, tpu.generation.hbm_gib)
+        report = CompileReport.of(run, topology, 2, tpu.generation.hbm_gib)
         return time.process_time() - started, report
+
+
+def code_bytes(report: CompileReport) -> int:
+    """Size of all programs that fit."""
+    return sum(one.memory_bytes.code for one in report.programs if one.memory_bytes is not None)
 
 
 def main() -> None:
@@ -60,22 +62,22 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     seconds: dict[int, list[float]] = {fragments: [] for fragments in args.fragments}
-    programs: dict[int, list[dict[str, Any]]] = {}  # Any: JSON
+    reports: dict[int, CompileReport] = {}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(args.repeats):
             for fragments in args.fragments:
                 taken, report = compiled(Path(folder), fragments, args.overlap, args.topology)
                 seconds[fragments].append(taken)
-                programs[fragments] = report["programs"]
+                reports[fragments] = report
     print(f"36 layers on 2 x {args.topology}, V={args.overlap}: all step programs, medians of {args.repeats}")
     medians = {fragments: statistics.median(taken) for fragments, taken in seconds.items()}
-    sizes = {fragments: sum(one["memory_bytes"]["code"] for one in made) for fragments, made in programs.items()}
+    sizes = {fragments: code_bytes(report) for fragments, report in reports.items()}
     first = args.fragments[0]
     for fragments, median in medians.items():
         size = sizes[fragments]
         ratios = f"{median / medians[first]:.2f}x the time, {size / sizes[first]:.2f}x the size"
         print(
-            f"  P = {fragments:<3d} {len(programs[fragments])} programs: {median:.1f} s, {size / 1e6:.1f} MB, {ratios}"
+            f"  P = {fragments:<3d} {len(reports[fragments].programs)} programs: {median:.1f} s, {size / 1e6:.1f} MB, {ratios}"
         )
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.absent_devices import VOCAB_SIZE, config
-from levanter_diloco.commands.compile.aot import run_on, tpu_devices
+from helpers.aot_config import VOCAB_SIZE, config
+from levanter_diloco.commands.compile.aot import abstract_run, tpu_devices
 from levanter_diloco.commands.compile.slices import Slice
 
 
@@ -14,7 +14,7 @@ from levanter_diloco.commands.compile.slices import Slice
 @pytest.mark.parametrize("topology", ["v5litepod-1", "v5p-8"])
 def test_islands_use_the_splash_kernel(topology: str, tmp_path: Path) -> None:
     # On v5litepod-1, islands of one device, the host would fail; on v5p-8 it would fall back without the kernel.
-    with run_on(tpu_devices(Slice.of(topology), 2), config(tmp_path, {}), VOCAB_SIZE) as run:
+    with abstract_run(tpu_devices(Slice.of(topology), 2), config(tmp_path, {}), VOCAB_SIZE) as run:
         inner = next(program for program in run.programs if program.name == "inner")
         text = inner.trace().lower().as_text()
     assert "splash" in text and "tpu_custom_call" in text

@@ -1,4 +1,4 @@
-"""A run's programs for devices that are not here: the host and `jax.jit` need no more than their description."""
+"""Ahead-of-time compilation of a run for devices that are not here: the host and `jax.jit` need their description."""
 
 import contextlib
 import importlib.util
@@ -70,8 +70,8 @@ def tpu_devices(tpu: Slice, num_slices: int) -> list[jax.Device]:
 
 
 @dataclass(frozen=True)
-class Abroad:
-    """A run, as far as its programs need it."""
+class AbstractRun:
+    """A run of shapes: its programs can be traced and compiled, and nothing in it can run."""
 
     trainer: DiLoCoTrainer
     state: DiLoCoState
@@ -82,7 +82,7 @@ class Abroad:
 
 
 @contextlib.contextmanager
-def run_on(devices: Sequence[jax.Device], config: TrainLmConfig, vocab_size: int) -> Generator[Abroad]:
+def abstract_run(devices: Sequence[jax.Device], config: TrainLmConfig, vocab_size: int) -> Generator[AbstractRun]:
     """The run of `config` on `devices`. Within the context the host takes them for those of this process.
 
     Args:
@@ -110,7 +110,7 @@ def run_on(devices: Sequence[jax.Device], config: TrainLmConfig, vocab_size: int
             state = trainer.loader.shapes(model_init, is_trainable)
             batch = ((_batch(config, trainer),), {})
             programs = list(trainer.programs_for(state).all_steps(state, batch, trainer.schedule))
-            yield Abroad(trainer, state, programs, Traffic.of(state, trainer.sync))
+            yield AbstractRun(trainer, state, programs, Traffic.of(state, trainer.sync))
 
 
 def _model(config: TrainLmConfig, trainer: DiLoCoTrainer, vocab_size: int) -> tuple[Callable[[], PyTree], PyTree]:

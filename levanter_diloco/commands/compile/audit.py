@@ -1,6 +1,6 @@
-"""What a compiled program takes of its devices and says to other islands, read from the program itself."""
+"""Audit of a compiled program: memory of a device, FLOPs, and exchanges with other islands, read from its HLO."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -19,6 +19,11 @@ class Memory:
 
     temporaries: int
     code: int
+    total: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        # A field and no property, so that it stands in the report's JSON.
+        object.__setattr__(self, "total", self.arguments + self.outputs + self.temporaries + self.code)
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> "Memory":
@@ -30,10 +35,6 @@ class Memory:
             stats.generated_code_size_in_bytes,
         )
 
-    @property
-    def total(self) -> int:
-        return self.arguments + self.outputs + self.temporaries + self.code
-
 
 @dataclass(frozen=True)
 class Exchange:
@@ -41,7 +42,7 @@ class Exchange:
 
     kind: str
     name: str
-    nbytes: int
+    sent_bytes: int
     """Bytes that the devices of one island hand over, padding included."""
 
     overlapped: bool | None = None
@@ -75,12 +76,14 @@ class Audit:
         return cls(Memory.of(compiled), sum(flops), exchanges)
 
     @property
-    def sent(self) -> int:
+    def sent_bytes(self) -> int:
         """Bytes that the devices of one island hand to exchanges with others."""
-        return sum(one.nbytes for one in self.exchanges)
+        return sum(one.sent_bytes for one in self.exchanges)
 
 
 def _between_slices(program: Program, flops: list[int], island_size: int) -> list[Exchange]:
+    # The layers' forward and backward passes are the loops with matrix products; what starts before the first of them
+    # and ends after the last has the whole step's compute to hide behind.
     loops = [
         place
         for place, one in enumerate(program.computations[program.entry])

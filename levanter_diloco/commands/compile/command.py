@@ -1,12 +1,10 @@
-"""`levanter-diloco compile`: compiles a run's step programs for devices that are not here, and audits them."""
+"""Command `levanter-diloco compile`: compiles a run's step programs for devices that are not here, and audits them."""
 
 import dataclasses
-import json
 import re
 import sys
 from typing import TYPE_CHECKING
 
-from ...console import show
 from ...errors import PATH, BadInput, ModelError, OptionError, SliceError
 from ...options.plugins import load_plugins
 from ..flags import Parser, count
@@ -29,8 +27,8 @@ def main(args: list[str]) -> None:
         # Only now: --help and a wrong topology answer at once, the host takes 15 seconds to import.
         from ...main.train_lm import TrainDiLoCoLmConfig
         from ...options.reading import read
-        from .aot import run_on
-        from .report import lines, report_of
+        from .aot import abstract_run
+        from .report import CompileReport
 
         config = read(TrainDiLoCoLmConfig, options)
         _check(config)
@@ -39,12 +37,12 @@ def main(args: list[str]) -> None:
             _stand_in_for_slices(config, flags.num_slices)
         config.trainer._initialize_jax_config()
         vocab_size = flags.vocab_size or vocab_size_of({"data": {"tokenizer": config.data.tokenizer}})
-        with run_on(devices, config, vocab_size) as run:
-            report = report_of(run, flags.topology, flags.num_slices, tpu.generation.hbm_gib if tpu else None)
+        with abstract_run(devices, config, vocab_size) as run:
+            report = CompileReport.of(run, flags.topology, flags.num_slices, tpu.generation.hbm_gib if tpu else None)
     except (BadInput, OptionError, ModelError) as error:
         parser.error(str(error))
-    show(json.dumps(report, indent=2) if flags.json else "\n".join(lines(report)))
-    if any(program["error"] for program in report["programs"]):
+    report.show(flags.json)
+    if report.too_big:
         sys.exit(1)
 
 

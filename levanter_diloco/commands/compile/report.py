@@ -1,17 +1,17 @@
-"""Compiles all programs of a run and reports on them: as figures, and in words."""
+"""Report on all programs of a run: compiles each one and audits it."""
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import jax
 from humanfriendly import format_size
 
 from ...islands.programs import StepProgram
-from .aot import Abroad
-from .audit import Audit
+from ..report import Report
+from .aot import AbstractRun
+from .audit import Audit, Exchange, Memory
 
 GIB = 2**30
 
@@ -23,110 +23,153 @@ NOTES = (
 )
 
 
-def report_of(run: Abroad, topology: str, num_slices: int, hbm_gib: float | None) -> dict[str, Any]:  # Any: JSON
-    """Compiles every program of `run`, and returns all figures.
-
-    Args:
-        run: The run, within its context.
-        topology: The name of a slice, for the report.
-        num_slices: Slices, for the report.
-        hbm_gib: Memory of a device that programs may use; None where it is not known.
-    """
-    config, schedule = run.trainer.config, run.trainer.schedule
-    island_size = config.device_mesh.size // config.layout.num_slots
-    programs = [_program(program, _payload(program, run), island_size) for program in run.programs]
-    return {
-        "topology": topology,
-        "num_slices": num_slices,
-        "devices": config.device_mesh.size,
-        "islands": config.layout.num_islands,
-        "hbm_bytes": hbm_gib and int(hbm_gib * GIB),
-        "sync_period": schedule.effective_period,
-        "num_fragments": schedule.num_fragments,
-        "overlap_steps": schedule.overlap_steps,
-        "programs": programs,
-        "sent_bytes_per_period": sum(one["runs_per_period"] * (one["sent_bytes"] or 0) for one in programs),
-        "analytic_bytes_per_period": sum(run.traffic.of_sync(f) for f in range(schedule.num_fragments)),
-    }
-
-
-def _payload(program: StepProgram, run: Abroad) -> int:
-    """Bytes that an island sends in `program` by count of parameters."""
-    crossing = program.crossing
-    return 0 if crossing is None else run.traffic.of_sync(crossing.fragment) // run.trainer.schedule.num_pieces
-
-
-def _program(program: StepProgram, analytic: int, island_size: int) -> dict[str, Any]:  # Any: JSON
-    started = time.perf_counter()
-    lowered = program.trace().lower()
-    traced = time.perf_counter()
-    audit, error = None, None
-    try:
-        audit = Audit.of(lowered.compile(), island_size)
-    except jax.errors.JaxRuntimeError as refusal:
-        if "RESOURCE_EXHAUSTED" not in str(refusal):
-            raise
-        error = str(refusal).splitlines()[0]
-    memory = audit and {**asdict(audit.memory), "total": audit.memory.total}
-    return {
-        "name": program.name,
-        "runs_per_period": program.runs,
-        "trace_seconds": traced - started,
-        "compile_seconds": time.perf_counter() - traced,
-        "memory_bytes": memory,
-        "flops": audit and audit.flops,
-        "sent_bytes": audit and audit.sent,
-        "analytic_bytes": analytic,
-        "exchanges": [asdict(exchange) for exchange in audit.exchanges] if audit else [],
-        "error": error,
-    }
-
-
-def lines(report: Mapping[str, Any]) -> Iterator[str]:  # Any: JSON
-    """The report in words."""
-    hbm, programs = report["hbm_bytes"], report["programs"]
-    yield (
-        f"{report['num_slices']} x {report['topology']}: {report['islands']} island(s), {report['devices']} devices; "
-        f"each fragment every {report['sync_period']} steps, P={report['num_fragments']}, V={report['overlap_steps']}"
-    )
-    yield ""
-    fitting = [program for program in programs if not program["error"]]
-    yield from _table(
-        [["on one device", "a period", "compile", *MEMORY, "of HBM"], *(_on_device(p, hbm) for p in fitting)]
-    )
-    yield ""
-    yield from _table(
-        [["between islands", *SENT], *(_between(program) for program in fitting if program["exchanges"])]
-    )
-    sent, analytic = report["sent_bytes_per_period"], report["analytic_bytes_per_period"]
-    yield f"an island sends {_size(sent)} a period, by count of parameters {_size(analytic)}"
-    for program in programs:
-        if program["error"]:
-            yield f"{program['name']} does not compile: {program['error']}"
-    yield ""
-    yield from NOTES
-
-
 MEMORY = ("arguments", "temporaries", "outputs", "code", "total")
 SENT = ("sent", "by count", "exchanges", "overlapped", "FLOPs meanwhile")
 
 
-def _on_device(program: Mapping[str, Any], hbm: int | None) -> list[str]:  # Any: JSON
-    memory = program["memory_bytes"]
-    share = f"{memory['total'] / hbm:.1%}" if hbm else "-"
-    figures = [_size(memory[name]) for name in MEMORY]
-    return [program["name"], f"{program['runs_per_period']} x", f"{program['compile_seconds']:.1f} s", *figures, share]
+@dataclass(frozen=True)
+class ProgramReport:
+    """One program, compiled. A program that does not fit into a device's memory has an `error` and no audit."""
+
+    name: str
+    runs_per_period: int
+    trace_seconds: float
+    compile_seconds: float
+    memory_bytes: Memory | None
+    flops: int | None
+    sent_bytes: int | None
+    """Bytes that the devices of an island hand to exchanges with others, padding included."""
+
+    analytic_bytes: int
+    """Bytes that an island sends by count of parameters, as the run's metrics report them."""
+
+    exchanges: tuple[Exchange, ...]
+    error: str | None
+
+    @classmethod
+    def of(cls, program: StepProgram, analytic_bytes: int, island_size: int) -> "ProgramReport":
+        """Compiles `program`, whose islands have `island_size` devices each."""
+        started = time.perf_counter()
+        lowered = program.trace().lower()
+        traced = time.perf_counter()
+        audit, error = None, None
+        try:
+            audit = Audit.of(lowered.compile(), island_size)
+        except jax.errors.JaxRuntimeError as refusal:
+            # The compiler's only answer for a program that is too big; the other programs are still worth a report.
+            if "RESOURCE_EXHAUSTED" not in str(refusal):
+                raise
+            error = str(refusal).splitlines()[0]
+        return cls(
+            name=program.name,
+            runs_per_period=program.runs,
+            trace_seconds=traced - started,
+            compile_seconds=time.perf_counter() - traced,
+            memory_bytes=audit and audit.memory,
+            flops=audit and audit.flops,
+            sent_bytes=audit and audit.sent_bytes,
+            analytic_bytes=analytic_bytes,
+            exchanges=audit.exchanges if audit else (),
+            error=error,
+        )
+
+    def on_device(self, hbm_bytes: int | None) -> list[str]:
+        """Its row in the table of what a device holds."""
+        memory = self.memory_bytes
+        assert memory is not None  # it compiles
+        share = f"{memory.total / hbm_bytes:.1%}" if hbm_bytes else "-"
+        figures = [_size(getattr(memory, name)) for name in MEMORY]
+        return [self.name, f"{self.runs_per_period} x", f"{self.compile_seconds:.1f} s", *figures, share]
+
+    def between_islands(self) -> list[str]:
+        """Its row in the table of what crosses between islands."""
+        kinds = sorted(Counter(one.kind for one in self.exchanges).items())
+        row = [self.name, _size(self.sent_bytes or 0), _size(self.analytic_bytes)]
+        row.append(", ".join(f"{count} {kind}" for kind, count in kinds))
+        shares = [one.flops_meanwhile for one in self.exchanges if one.flops_meanwhile is not None]
+        if not shares:  # on CPUs no exchange has its place in a schedule
+            return [*row, "-", "-"]
+        overlapped = sum(bool(one.overlapped) for one in self.exchanges)
+        return [*row, f"{overlapped} of {len(self.exchanges)}", f"{min(shares):.0%}"]
 
 
-def _between(program: Mapping[str, Any]) -> list[str]:  # Any: JSON
-    exchanges = program["exchanges"]
-    kinds = sorted(Counter(one["kind"] for one in exchanges).items())
-    row = [program["name"], _size(program["sent_bytes"]), _size(program["analytic_bytes"])]
-    row.append(", ".join(f"{count} {kind}" for kind, count in kinds))
-    if exchanges[0]["overlapped"] is None:
-        return [*row, "-", "-"]
-    overlapped = sum(bool(one["overlapped"]) for one in exchanges)
-    return [*row, f"{overlapped} of {len(exchanges)}", f"{min(one['flops_meanwhile'] for one in exchanges):.0%}"]
+@dataclass(frozen=True)
+class CompileReport(Report):
+    """All programs of a run on slices that are not here."""
+
+    topology: str
+    num_slices: int
+    devices: int
+    islands: int
+    hbm_bytes: int | None
+    sync_period: int
+    effective_period: int
+    num_fragments: int
+    overlap_steps: int
+    wire: str
+    programs: tuple[ProgramReport, ...]
+    sent_bytes_per_period: int
+    analytic_bytes_per_period: int
+
+    @classmethod
+    def of(cls, run: AbstractRun, topology: str, num_slices: int, hbm_gib: float | None) -> "CompileReport":
+        """Compiles every program of `run`.
+
+        Args:
+            run: The run, within its context.
+            topology: The name of a slice, for the report.
+            num_slices: Slices, for the report.
+            hbm_gib: Memory of a device that programs may use; None where it is not known.
+        """
+        config, schedule = run.trainer.config, run.trainer.schedule
+        island_size = config.device_mesh.size // config.layout.num_slots
+        programs = tuple(ProgramReport.of(one, _payload(one, run), island_size) for one in run.programs)
+        return cls(
+            topology=topology,
+            num_slices=num_slices,
+            devices=config.device_mesh.size,
+            islands=config.layout.num_islands,
+            hbm_bytes=int(hbm_gib * GIB) if hbm_gib else None,
+            sync_period=schedule.sync_period,
+            effective_period=schedule.effective_period,
+            num_fragments=schedule.num_fragments,
+            overlap_steps=schedule.overlap_steps,
+            wire=config.diloco.wire,
+            programs=programs,
+            sent_bytes_per_period=sum(one.runs_per_period * (one.sent_bytes or 0) for one in programs),
+            analytic_bytes_per_period=sum(run.traffic.of_sync(f) for f in range(schedule.num_fragments)),
+        )
+
+    @property
+    def too_big(self) -> bool:
+        """Whether a program does not fit into its device."""
+        return any(one.error for one in self.programs)
+
+    def lines(self) -> Iterator[str]:
+        yield (
+            f"{self.num_slices} x {self.topology}: {self.islands} island(s), {self.devices} devices; "
+            f"each fragment every {self.effective_period} steps, P={self.num_fragments}, V={self.overlap_steps}"
+        )
+        yield ""
+        fitting = [one for one in self.programs if not one.error]
+        rows = [one.on_device(self.hbm_bytes) for one in fitting]
+        yield from _table([["on one device", "a period", "compile", *MEMORY, "of HBM"], *rows])
+        yield ""
+        rows = [one.between_islands() for one in fitting if one.exchanges]
+        yield from _table([["between islands", *SENT], *rows])
+        sent, analytic = _size(self.sent_bytes_per_period), _size(self.analytic_bytes_per_period)
+        yield f"an island sends {sent} a period, by count of parameters {analytic}"
+        for one in self.programs:
+            if one.error:
+                yield f"{one.name} does not compile: {one.error}"
+        yield ""
+        yield from NOTES
+
+
+def _payload(program: StepProgram, run: AbstractRun) -> int:
+    """Bytes that an island sends in `program` by count of parameters."""
+    crossing = program.crossing
+    return 0 if crossing is None else run.traffic.of_sync(crossing.fragment) // run.trainer.schedule.num_pieces
 
 
 def _table(rows: list[list[str]]) -> Iterator[str]:

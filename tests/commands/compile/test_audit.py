@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from helpers.absent_devices import VOCAB_SIZE, config
-from levanter_diloco.commands.compile.aot import run_on, tpu_devices
+from helpers.aot_config import VOCAB_SIZE, config
+from levanter_diloco.commands.compile.aot import abstract_run, tpu_devices
 from levanter_diloco.commands.compile.audit import Audit
 from levanter_diloco.commands.compile.slices import Slice
 
@@ -30,8 +30,8 @@ CASES = {
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
 def audits(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
     """V, the audits of the step programs by name, and the traffic by count of parameters."""
-    options = config(tmp_path_factory.mktemp("abroad"), request.param)
-    with run_on(tpu_devices(TPU, 2), options, 4 * VOCAB_SIZE) as run:
+    options = config(tmp_path_factory.mktemp("compiled"), request.param)
+    with abstract_run(tpu_devices(TPU, 2), options, 4 * VOCAB_SIZE) as run:
         found = {
             program.name: Audit.of(program.trace().lower().compile(), TPU.devices)
             for program in run.programs
@@ -48,7 +48,7 @@ def test_inner_step_sends_nothing_between_slices(audits: tuple) -> None:
 def test_reduce_sends_its_fragment_and_no_more(audits: tuple) -> None:
     _, found, traffic = audits
     for fragment, part in enumerate(("rest", "layers") if "inner + reduce rows" not in found else ("rows",)):
-        sent = sum(audit.sent for name, audit in found.items() if name.endswith(part))
+        sent = sum(audit.sent_bytes for name, audit in found.items() if name.endswith(part))
         assert sent == pytest.approx(traffic.of_sync(fragment), rel=0.01)
 
 

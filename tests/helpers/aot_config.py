@@ -1,4 +1,4 @@
-"""A small model's YAML, for runs whose devices are not here."""
+"""Options of a small run to compile ahead of time, for devices that are not here."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ MODEL = {
 def write(folder: Path, diloco: dict, **model: Any) -> Path:
     """Writes the YAML of a run of 12 steps, with a period of 6 in 3 fragments."""
     trainer = {
-        "id": "abroad",
+        "id": "compiled",
         "tracker": {"type": "noop"},
         "checkpointer": {"base_path": str(folder / "checkpoints")},
         "train_batch_size": 8,
