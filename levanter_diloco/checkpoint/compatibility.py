@@ -16,19 +16,19 @@ from ..errors import PATH, ModelError, OptionError
 from ..islands.state import DiLoCoState
 from .integrity import stored_arrays
 
-SCHEDULE = "schedule/"
+LAYOUT = "layout/"
 
 
 def holds_islands(path: str) -> bool:
     """Whether the checkpoint at `path` is one of a DiLoCo run; a stock one of Levanter is not."""
-    return "schedule/islands" in stored_arrays(path)
+    return LAYOUT + "islands" in stored_arrays(path)
 
 
 def stored_facts(path: str) -> dict[str, int]:
     """The layout in which the checkpoint at `path` was written."""
-    names = [name.removeprefix(SCHEDULE) for name in stored_arrays(path) if name.startswith(SCHEDULE)]
+    names = [name.removeprefix(LAYOUT) for name in stored_arrays(path) if name.startswith(LAYOUT)]
     template = {name: ShapeDtypeStruct((), jnp.int32) for name in names}
-    arrays: Mapping[str, Any] = load_checkpoint(template, path, subpath="schedule")  # Any: arrays for structs
+    arrays: Mapping[str, Any] = load_checkpoint(template, path, subpath="layout")  # Any: arrays for structs
     return {name: int(value) for name, value in arrays.items()}
 
 

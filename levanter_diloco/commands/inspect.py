@@ -46,7 +46,7 @@ def report_of(path: str) -> dict[str, Any]:
     from ..checkpoint.label import Label
 
     checksums, arrays, label = check(path), stored_arrays(path), Label.read(path)
-    facts = {name: int(read_array(path, f"schedule/{name}")) for name in ("islands", *_SCHEDULE)}
+    facts = {name: int(read_array(path, f"layout/{name}")) for name in ("islands", *_SCHEDULE)}
     schedule = Schedule(*(facts[name] for name in _SCHEDULE))
     step, settled = int(read_array(path, "step")), int(read_array(path, "settled"))
     parts: dict[str, dict[str, Any]] = {}

@@ -70,7 +70,7 @@ class Programs:
         everywhere, own = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((), (ISLAND,)))
         self._inner_shardings, self._sync_shardings = (
             InnerReport(own, own, own),
-            SyncReport(own, everywhere, everywhere, everywhere),
+            SyncReport(own, everywhere, everywhere, everywhere, everywhere),
         )
 
     def step(

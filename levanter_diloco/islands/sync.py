@@ -11,18 +11,40 @@ import jax.numpy as jnp
 import optax
 from haliax.types import IntScalar
 from haliax.util import is_named_array
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float, Int8, PyTree
 
 from ..algorithm.moments import fresh_moments
 from ..algorithm.outer import island_gradients, merge, norm, outer_step
 from ..axes import ISLAND, Params, broadcast, island_axis
 from ..fragments.partition import Partition, Place, put_fragment, take_fragment
 from .all_reduce import Exchange, Exchanged
+from .byte_count import Words, added, words_of
 from .placement import Placement
-from .state import DiLoCoState, Islands
+from .state import DiLoCoState, Islands, Status
 
-LEFT_OUT, SEEDED = -1.0, -2.0
-"""Weights of an island that the guard leaves out, before and after it has started anew."""
+
+class Attendance(NamedTuple):
+    """Which islands are in the mean of a sync, with which weight, and what became of the others."""
+
+    weights: Float[Array, " K"]
+    """0 for one that is not in it."""
+
+    status: Int8[Array, " K"]
+
+    @classmethod
+    def of_message(cls, message: Float[Array, " K"]) -> "Attendance":
+        """Reads what `message` says."""
+        return cls(jnp.maximum(message, 0), jnp.maximum(-message, 0).astype(jnp.int8))
+
+    @property
+    def message(self) -> Float[Array, " K"]:
+        """Both as one number an island, which joins a fragment on the wire: a weight, or minus a status."""
+        return jnp.where(self.status == Status.COUNTED.value, self.weights, -self.status.astype(jnp.float32))
+
+    def without(self, islands: Bool[Array, " K"]) -> "Attendance":
+        """Leaves some islands out."""
+        left_out = jnp.int8(Status.LEFT_OUT.value)
+        return Attendance(jnp.where(islands, 0, self.weights), jnp.where(islands, left_out, self.status))
 
 
 class SyncReport(NamedTuple):
@@ -33,9 +55,11 @@ class SyncReport(NamedTuple):
 
     outer_grad_norm: PyTree[Float[Array, ""]]
     outer_update_norm: PyTree[Float[Array, ""]]
-    weights: PyTree[Float[Array, " K"]]
-    """Of all islands, as they were in the mean: 0 for one that was absent, `LEFT_OUT` or `SEEDED` for one that the
-    guard left out."""
+    attendance: PyTree[Attendance]
+    """Of all islands."""
+
+    sent_bytes: PyTree[Words]
+    """What each island has sent for it."""
 
 
 class Guard(NamedTuple):
@@ -69,6 +93,10 @@ class Sync:
             return islands
         return dataclasses.replace(islands, failed=jnp.where(jnp.isfinite(losses), islands.failed, 1))
 
+    def payload_bytes(self, gradients: Params) -> int:
+        """Bytes that an island sends for one sync of a fragment: one that is alone sends nothing."""
+        return self.exchange.payload_bytes(gradients) if island_axis(gradients).size > 1 else 0
+
     def capture(self, state: DiLoCoState, place: Place) -> Params:
         """Returns `Delta_k` of one fragment, axes `{diloco, ...}`, f32, each on its own island."""
         islands = self.partition.take(state.islands.params, *place)
@@ -77,7 +105,7 @@ class Sync:
     def keep(self, state: DiLoCoState, place: Place, weights: Float[Array, " K"]) -> DiLoCoState:
         """Captures one fragment into the state, from where later steps exchange it (V >= 1)."""
         gradients = self.capture(state, place)
-        state = self._weigh(state, place, self._sound(state, gradients, weights))
+        state = self._note(state, place, self._sound(state, gradients, weights))
         return dataclasses.replace(state, captured={**(state.captured or {}), place.part: gradients})
 
     def reduce(
@@ -85,26 +113,26 @@ class Sync:
         state: DiLoCoState,
         place: Place,
         gradients: Params,
-        weights: Float[Array, " K"],
+        attendance: Attendance,
         piece: IntScalar | None = None,
     ) -> Exchanged:
         """Returns `Delta`, axes `{...}`, f32, as far as it has crossed. The one exchange between islands.
 
         Without a piece all of it crosses at once.
         """
-        weights = self._limited(gradients, weights)
+        message = self._limited(gradients, attendance).message
         # A key of its own for each exchange, the same again after a resume.
         key = jax.random.fold_in(jax.random.fold_in(state.training_key, state.step), self.partition.number(place))
         residual = None if state.residual is None else self.partition.take(state.residual, *place)
         if piece is None:
-            return dataclasses.replace(self.exchange, num_pieces=1).mean(gradients, weights, key, residual=residual)
+            return dataclasses.replace(self.exchange, num_pieces=1).mean(gradients, message, key, residual=residual)
         so_far = None if state.crossed is None else state.crossed[place.part]
-        return self.exchange.mean(gradients, weights, key, piece, so_far, residual)
+        return self.exchange.mean(gradients, message, key, piece, so_far, residual)
 
     def reduce_kept(self, state: DiLoCoState, place: Place, piece: IntScalar) -> Exchanged:
         """Reduces one piece of the fragment that `keep` captured."""
-        weights = state.islands.weights[:, self.partition.number(place)]
-        return self.reduce(state, place, self._kept(state, place), weights, piece)
+        attendance = self._attendance(state, place)
+        return self.reduce(state, place, self._kept(state, place), attendance, piece)
 
     def arrive(
         self, state: DiLoCoState, place: Place, exchanged: Exchanged, last: bool
@@ -154,7 +182,8 @@ class Sync:
             moments = fresh_moments(broadcast(self.inner_optimizer.init(theta), Island), islands.opt_state)
         residual = None if state.residual is None else jax.tree.map(jnp.zeros_like, state.residual)
         # What was captured of an island before it was found to be broken counts no more.
-        broken = chosen & (islands.weights == LEFT_OUT).any(axis=1)
+        broken = chosen & (islands.status == Status.LEFT_OUT.value).any(axis=1)
+        void = broken[:, None] & ((islands.weights > 0) | (islands.status != Status.COUNTED.value))
 
         def pick[T: PyTree](new: T, old: T) -> T:
             return jax.tree.map(lambda x, y: jnp.where(jnp.expand_dims(chosen, range(1, y.ndim)), x, y), new, old)
@@ -164,7 +193,8 @@ class Sync:
             opt_state=pick(moments, islands.opt_state),
             key=islands.key,
             failed=jnp.where(chosen, 0, islands.failed),
-            weights=jnp.where(broken[:, None] & (islands.weights != 0), SEEDED, islands.weights),
+            weights=jnp.where(void, 0, islands.weights),
+            status=jnp.where(void, jnp.int8(Status.RESTARTED.value), islands.status),
         )
         return dataclasses.replace(
             state, islands=islands, residual=pick(residual, state.residual), active=jnp.asarray(active, jnp.int32)
@@ -174,24 +204,34 @@ class Sync:
         """Notes that no capture up to this step has an event left."""
         return dataclasses.replace(state, settled=jnp.copy(state.step).astype(jnp.int32))
 
-    def _sound(self, state: DiLoCoState, gradients: Params, weights: Float[Array, " K"]) -> Float[Array, " K"]:
-        """The weights of the islands, less those of which the guard knows a number that is not finite."""
+    def _sound(self, state: DiLoCoState, gradients: Params, weights: Float[Array, " K"]) -> Attendance:
+        """Who attends by the options, less those of which the guard knows a number that is not finite."""
+        weights = jnp.asarray(weights)
+        attendance = Attendance(weights, jnp.full(weights.shape, Status.COUNTED.value, jnp.int8))
         if not self.guard.enabled:
-            return jnp.asarray(weights)
+            return attendance
         sound = jnp.isfinite(norm(gradients, island_axis(gradients))) & (state.islands.failed == 0)
-        return jnp.where(sound, weights, LEFT_OUT)
+        # One that does not train is not left out: nothing of it is wanted, whatever its numbers are.
+        return attendance.without(~sound & (jnp.arange(len(weights)) < state.active))
 
-    def _limited(self, gradients: Params, weights: Float[Array, " K"]) -> Float[Array, " K"]:
-        """The weights, less those of islands whose outer gradient is too long for the guard."""
+    def _limited(self, gradients: Params, attendance: Attendance) -> Attendance:
+        """Who attends, less those whose outer gradient is too long for the guard."""
         if self.guard.factor is None:
-            return weights
-        norms = norm(gradients, island_axis(gradients))
-        limit = self.guard.factor * jnp.nanmedian(jnp.where(weights > 0, norms, jnp.nan))
-        return jnp.where((weights > 0) & (norms > limit), LEFT_OUT, weights)
+            return attendance
+        norms, there = norm(gradients, island_axis(gradients)), attendance.weights > 0
+        limit = self.guard.factor * jnp.nanmedian(jnp.where(there, norms, jnp.nan))
+        return attendance.without(there & (norms > limit))
 
-    def _weigh(self, state: DiLoCoState, place: Place, weights: Float[Array, " K"]) -> DiLoCoState:
-        kept = state.islands.weights.at[:, self.partition.number(place)].set(weights)
-        return dataclasses.replace(state, islands=dataclasses.replace(state.islands, weights=kept))
+    def _attendance(self, state: DiLoCoState, place: Place) -> Attendance:
+        """Of the last capture of a fragment."""
+        fragment = self.partition.number(place)
+        return Attendance(state.islands.weights[:, fragment], state.islands.status[:, fragment])
+
+    def _note(self, state: DiLoCoState, place: Place, attendance: Attendance) -> DiLoCoState:
+        fragment, islands = self.partition.number(place), state.islands
+        weights = islands.weights.at[:, fragment].set(attendance.weights)
+        status = islands.status.at[:, fragment].set(attendance.status)
+        return dataclasses.replace(state, islands=dataclasses.replace(islands, weights=weights, status=status))
 
     def _outer_step(
         self, state: DiLoCoState, place: Place, gradients: Params, exchanged: Exchanged
@@ -200,8 +240,8 @@ class Sync:
 
         Also returns the new Theta of the fragment: read back from the state, it would cost a copy of the stack.
         """
-        gradient, weights = exchanged.mean, exchanged.weights
-        taken = (weights > 0).any()
+        gradient, attendance = exchanged.mean, Attendance.of_message(exchanged.weights)
+        taken = (attendance.weights > 0).any()
         outer = state.theta
         before = self.partition.take(outer, *place)
         moments = state.opt_state[place.part]
@@ -213,13 +253,16 @@ class Sync:
         opt_state = {**state.opt_state, place.part: put_fragment(moments, place.index, mine)}
         counts = state.outer_steps.at[self.partition.number(place)].add(taken.astype(jnp.int32))
         moved = jax.tree.map(lambda new, old: new - old, after, before, is_leaf=is_named_array)
-        report = SyncReport(norm(gradients, island_axis(gradients)), norm(gradient), norm(moved), weights)
-        state = dataclasses.replace(state, model=model, opt_state=opt_state, outer_steps=counts)
-        return self._weigh(state, place, weights), after, report
+        sent = words_of(self.payload_bytes(gradients))
+        distance = norm(gradients, island_axis(gradients))
+        report = SyncReport(distance, norm(gradient), norm(moved), attendance, sent)
+        sent = added(state.sent_bytes, sent)
+        state = dataclasses.replace(state, model=model, opt_state=opt_state, outer_steps=counts, sent_bytes=sent)
+        return self._note(state, place, attendance), after, report
 
     def _merge(self, state: DiLoCoState, place: Place, outer: Params) -> DiLoCoState:
         params = state.islands.params
-        present = hax.named(state.islands.weights[:, self.partition.number(place)] > 0, ISLAND)
+        present = hax.named(self._attendance(state, place).weights > 0, ISLAND)
         merged = merge(outer, self.partition.take(params, *place), self.mixing_alpha, present)
         islands = dataclasses.replace(state.islands, params=self.partition.put(params, *place, merged))
         return dataclasses.replace(state, islands=islands)

@@ -32,7 +32,9 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..axes import without_island
-from ..islands.sync import LEFT_OUT, SyncReport
+from ..islands.byte_count import count_of
+from ..islands.state import Status
+from ..islands.sync import SyncReport
 
 
 @dataclass
@@ -52,7 +54,10 @@ class SyncRecord:
     outer_update_norm: float
     synced_bytes: int
     weights: tuple[float, ...]
-    """Of all islands, as in `SyncReport`."""
+    """Of all islands; 0 for one that is not in the mean."""
+
+    status: tuple[int, ...] = ()
+    """A `Status` for each of them; none: all counted."""
 
     @property
     def participants(self) -> list[int]:
@@ -62,12 +67,12 @@ class SyncRecord:
     @property
     def left_out(self) -> list[int]:
         """The islands that the guard left out."""
-        return [island for island, weight in enumerate(self.weights) if weight < 0]
+        return [island for island, status in enumerate(self.status) if status != Status.COUNTED]
 
     @property
     def broken(self) -> list[int]:
         """Those of them that have not yet started anew."""
-        return [island for island, weight in enumerate(self.weights) if weight == LEFT_OUT]
+        return [island for island, status in enumerate(self.status) if status == Status.LEFT_OUT]
 
 
 @dataclass
@@ -80,11 +85,11 @@ class StepRecord:
     active: int
     """How many islands train."""
 
-    def add_sync(self, fragment: int, report: SyncReport, synced_bytes: int) -> None:
+    def add_sync(self, fragment: int, report: SyncReport) -> None:
         """Takes in the report of one fragment's sync."""
         norms = float(report.outer_grad_norm), float(report.outer_update_norm)
-        weights = tuple(np.asarray(report.weights)[: self.active].tolist())
-        self.syncs[fragment] = SyncRecord(*norms, synced_bytes, weights)
+        weights, status = (tuple(np.asarray(x)[: self.active].tolist()) for x in report.attendance)
+        self.syncs[fragment] = SyncRecord(*norms, count_of(report.sent_bytes), weights, status)
         for island, distance in local_values(report.island_distance).items():
             if island in self.islands:
                 self.islands[island].distance[fragment] = distance

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import equinox as eqx
 import jax
 from humanfriendly import format_size
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import PyTree
 
 from ..axes import Params
 from ..errors import PATH
@@ -44,11 +44,6 @@ class Traffic:
         gradient = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.islands.params)) // num_islands
         return cls(tuple(by_fragment), gradient, num_islands == 1)
 
-    def sent(self, outer_steps: Int[Array, " P"]) -> int:
-        """Bytes an island has sent when its fragments have taken `outer_steps` outer steps each."""
-        counts = outer_steps.tolist()
-        return sum(count * self.of_sync(fragment) for fragment, count in enumerate(counts))
-
     def of_sync(self, fragment: int) -> int:
         """Bytes an island sends for one sync of `fragment`."""
         return 0 if self.alone else self.by_fragment[fragment]
@@ -80,12 +75,10 @@ def announce(
     return {f"diloco/{name}": value for name, value in figures.items()}
 
 
-def farewell(
-    eval_loss: float | None, traffic: Traffic, outer_steps: Int[Array, " P"], steps: int, checkpoint: str
-) -> str:
-    """Returns the closing lines of a run of `steps` inner steps."""
+def farewell(eval_loss: float | None, traffic: Traffic, sent: int, steps: int, checkpoint: str) -> str:
+    """Returns the closing lines of a run of `steps` inner steps, in which an island has sent `sent` bytes."""
     evaluated = "none evaluated" if eval_loss is None else f"{eval_loss:.4f} (perplexity {math.exp(eval_loss):.1f})"
-    sent, parallel = traffic.sent(outer_steps), traffic.data_parallel * steps
+    parallel = traffic.data_parallel * steps
     sizes = [format_size(size, binary=True) for size in (sent, parallel)]
     ratio = f", {parallel / sent:.1f} times less" if sent else ""
     return (

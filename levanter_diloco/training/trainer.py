@@ -30,6 +30,7 @@ from ..checkpoint.recovery import (
 from ..checkpoint.saving import prepare
 from ..host.checkpointer import save_along, save_without_barriers
 from ..islands.all_reduce import Exchange
+from ..islands.byte_count import count_of
 from ..islands.layout import Layout
 from ..islands.programs import Programs
 from ..islands.state import DiLoCoState, OuterStepInfo
@@ -154,7 +155,8 @@ class DiLoCoTrainer(Trainer):
         info = super().train(state, train_loader)
         if jax.process_index() == 0:
             checkpoint = f"{self._checkpointer.base_path}/step-{info.step}" if self._checkpointer else "none"
-            print(farewell(self.tracker.eval_loss, self.traffic, info.state.outer_steps, info.next_step, checkpoint))
+            sent = count_of(info.state.sent_bytes)
+            print(farewell(self.tracker.eval_loss, self.traffic, sent, info.next_step, checkpoint))
         return info
 
     # pyrefly: ignore[bad-override]
@@ -204,7 +206,7 @@ class DiLoCoTrainer(Trainer):
             state = self._settle(state, record)
         if self.config.diloco.guard:
             state = replace_left_out(state, programs, record)
-        record.bytes_per_island = self.traffic.sent(state.outer_steps)
+        record.bytes_per_island = count_of(state.sent_bytes)
         self.tracker.report(step - 1, record)
         log_optimizer_hyperparams(inner_hyperparameters(state.islands.opt_state), prefix="optim", step=step - 1)
         infos = first_local(inner.hook_infos) if hooks else None
@@ -213,7 +215,7 @@ class DiLoCoTrainer(Trainer):
 
     def _note(self, record: StepRecord, fragment: int | None, report: SyncReport | None) -> None:
         if fragment is not None and report is not None:
-            record.add_sync(fragment, report, self.traffic.of_sync(fragment))
+            record.add_sync(fragment, report)
 
     def _local_mean(self, per_island: jax.Array, active: int) -> Any:  # Any: a float where the host has an array
         """Mean over the islands of this process that train; with the guard, of what is finite."""

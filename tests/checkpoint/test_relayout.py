@@ -230,7 +230,7 @@ def test_change_upon_change_and_back(four: Saved, tmp_path: Path) -> None:
         same(momentum(state, owned), momentum(four.state, LAYERS3))
         old = Saved(path / "saved", state)
     same(going_on(old.state.islands), going_on(four.state.islands))
-    for field in ("model", "opt_state", "outer_steps", "schedule"):
+    for field in ("model", "opt_state", "outer_steps", "layout"):
         same(getattr(old.state, field), getattr(four.state, field))
 
 

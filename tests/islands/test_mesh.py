@@ -327,7 +327,7 @@ def test_sharding_of_the_state_follows_its_axes(tmp_path: Path):
         ".training_key": PartitionSpec(),
         ".outer_steps": PartitionSpec(),
         ".settled": PartitionSpec(),
-        ".schedule['islands']": PartitionSpec(),
+        ".layout['islands']": PartitionSpec(),
     }
     assert {path: specs[path] for path in expected} == expected
     assert all(spec[:1] == ("diloco",) for path, spec in specs.items() if path.startswith((".islands", ".captured")))

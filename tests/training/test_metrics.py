@@ -14,7 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from levanter.tracker import Tracker
 
 from helpers.toy_model import Recorder
-from levanter_diloco.islands.sync import SyncReport
+from levanter_diloco.islands.byte_count import words_of
+from levanter_diloco.islands.state import Status
+from levanter_diloco.islands.sync import Attendance, SyncReport
 from levanter_diloco.training.json_lines import JsonLinesConfig, JsonLinesTracker
 from levanter_diloco.training.metrics import (
     IslandRecord,
@@ -190,13 +192,11 @@ def test_one_process_owns_all_islands():
 
 def test_step_record_takes_in_the_distances_of_its_own_islands():
     step = record({0: 1.0, 2: 2.0}, active=4)
-    weights = jnp.array([1.0, 0.0, -1.0, 1.0])
-    step.add_sync(
-        3,
-        SyncReport(on_islands([1.0, 2.0, 3.0, 4.0]), jnp.float32(0.5), jnp.float32(0.25), weights),
-        16,
-    )
-    assert step.syncs == {3: SyncRecord(0.5, 0.25, 16, (1.0, 0.0, -1.0, 1.0))}
+    attendance = Attendance(jnp.array([1.0, 0.0, 0.0, 1.0]), jnp.array([0, 0, 1, 0], jnp.int8))
+    distances = on_islands([1.0, 2.0, 3.0, 4.0])
+    step.add_sync(3, SyncReport(distances, jnp.float32(0.5), jnp.float32(0.25), attendance, words_of(2**40 + 16)))
+    assert step.syncs == {3: SyncRecord(0.5, 0.25, 2**40 + 16, (1.0, 0.0, 0.0, 1.0), (0, 0, 1, 0))}
+    assert step.syncs[3].left_out == step.syncs[3].broken == [2]
     assert {island: own.distance for island, own in step.islands.items()} == {0: {3: 1.0}, 2: {3: 3.0}}
 
 
@@ -345,7 +345,7 @@ def test_json_lines_of_a_resumed_run_appends(tmp_path: Path):
 def test_metrics_of_a_sync_are_of_the_islands_in_the_mean():
     # Island 1 was absent, the guard left island 2 out, which has lost its numbers; 0 and 3 stand at a right angle.
     islands = {k: IslandRecord(loss, {0: distance}) for k, (loss, distance) in enumerate(LOSSES_AND_DISTANCES)}
-    sync = SyncRecord(2.5, 1.0, 8, (1.0, 0.0, -1.0, 1.0))
+    sync = SyncRecord(2.5, 1.0, 8, (1.0, 0.0, 0.0, 1.0), (0, 0, Status.LEFT_OUT, 0))
     metrics = metrics_of(islands, StepRecord(islands, {0: sync}, 8, 4))
     assert (metrics["diloco/participants"], metrics["diloco/left_out"]) == (2, 1)
     assert (metrics["diloco/island_distance"], metrics["diloco/island_distance_max"]) == (3.5, 4.0)
