@@ -24,7 +24,7 @@ def admit(state: DiLoCoState, programs: Programs, participation: Participation, 
         return state
     logger.info("From step %d on %d of %d islands train.", int(state.step), now, participation.num_islands)
     islands = np.arange(participation.num_islands)
-    return programs.seed(state, (before <= islands) & (islands < now), now, copied=copied)
+    return programs.restart(state, (before <= islands) & (islands < now), now, copied=copied)
 
 
 def replace_left_out(state: DiLoCoState, programs: Programs, record: StepRecord) -> DiLoCoState:
@@ -52,4 +52,4 @@ def replace_left_out(state: DiLoCoState, programs: Programs, record: StepRecord)
     if not left_out:
         return state
     chosen = np.isin(np.arange(len(state.islands.failed)), list(left_out))
-    return programs.seed(state, chosen, record.active, copied=False)
+    return programs.restart(state, chosen, record.active, copied=False)

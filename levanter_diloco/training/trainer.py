@@ -29,12 +29,13 @@ from ..checkpoint.recovery import (
 )
 from ..checkpoint.saving import prepare
 from ..host.checkpointer import save_along, save_without_barriers
-from ..islands.all_reduce import Exchange
+from ..islands.all_reduce import AllReduce
 from ..islands.byte_count import count_of
+from ..islands.guard import Guard
 from ..islands.layout import Layout
 from ..islands.programs import Programs
 from ..islands.state import DiLoCoState, OuterStepInfo
-from ..islands.sync import Guard, Sync, SyncReport
+from ..islands.sync import Sync, SyncReport
 from .config import DiLoCoTrainerConfig
 from .membership import admit, replace_left_out
 from .metrics import (
@@ -76,13 +77,13 @@ class DiLoCoTrainer(Trainer):
             refuse_without_metadata(config.own_checkpoint_paths)
         super().__init__(config, optimizer, loss_fn, add_default_hooks=add_default_hooks)
         self.schedule = diloco.schedule
-        layout = Layout(diloco, config.layout.num_islands, config.island_sharding)
+        layout = Layout(diloco, config.islands.num_islands, config.island_sharding)
         self.partition = layout.partition
         # A fragment syncs once a period, begun ones included, and once more in the final sync.
         outer_steps = -(-config.num_train_steps // self.schedule.effective_period) + diloco.final_sync
         outer_optimizer = diloco.outer.build(outer_steps)
         wire = wire_format(diloco.wire, diloco.wire_block, diloco.wire_rounding == "stochastic")
-        exchange = Exchange(
+        all_reduce = AllReduce(
             self.device_mesh,
             self.parameter_axis_mapping,
             wire,
@@ -93,7 +94,7 @@ class DiLoCoTrainer(Trainer):
             self.partition,
             outer_optimizer,
             diloco.mixing_alpha,
-            exchange,
+            all_reduce,
             config.placement,
             optimizer,
             Guard(diloco.guard, diloco.guard_factor),
@@ -103,7 +104,7 @@ class DiLoCoTrainer(Trainer):
         with levanter.tracker.current_tracker(self.tracker):  # else it would start trackers of its own
             self._island_trainer = Trainer(config.island_config, optimizer, loss_fn, add_default_hooks=False)
         self._island_trainer.hooks = self.hooks
-        self._owned = owned_islands(self.device_mesh, config.layout.per_slot)
+        self._owned = owned_islands(self.device_mesh, config.islands.per_slot)
         self._programs: Programs | None = None
         board = None
         if jax.process_count() > 1:
@@ -167,7 +168,7 @@ class DiLoCoTrainer(Trainer):
         if info is not None and info.next_step < self.num_train_steps and self.config.diloco.final_sync:
             # The data ended early, so no step knew that it was the last. The host's closing hooks come next.
             logger.info("The data ended at step %d: final sync.", info.next_step)
-            info.state = self._settle(info.state, StepRecord({}, {}, 0, int(info.state.active)))
+            info.state = self._final_sync(info.state, StepRecord({}, {}, 0, int(info.state.active)))
 
     # pyrefly: ignore[bad-override]
     def run_hooks(self, info: StepInfo[DiLoCoState], force: bool = False) -> None:
@@ -201,9 +202,9 @@ class DiLoCoTrainer(Trainer):
             if (merging := schedule.merged(step, since)) is not None:
                 state, _ = programs.apply("merge", state, merging)
             if captured is not None:
-                state, _ = programs.apply("keep", state, captured, weights)
+                state, _ = programs.apply("capture", state, captured, weights)
         if step == self.num_train_steps and self.config.diloco.final_sync:
-            state = self._settle(state, record)
+            state = self._final_sync(state, record)
         if self.config.diloco.guard:
             state = replace_left_out(state, programs, record)
         record.bytes_per_island = count_of(state.sent_bytes)
@@ -230,20 +231,20 @@ class DiLoCoTrainer(Trainer):
             self._programs = Programs(self._island_trainer, self.sync, self.config.diloco.islands_per_slot, state)
         return self._programs
 
-    def _settle(self, state: DiLoCoState, record: StepRecord) -> DiLoCoState:
-        """The final sync: merges what is in flight, then syncs each fragment that still has unsynced progress."""
+    def _final_sync(self, state: DiLoCoState, record: StepRecord) -> DiLoCoState:
+        """Merges what is in flight, then syncs each fragment that still has unsynced progress."""
         programs, schedule = self.programs_for(state), self.schedule
         step, since = int(state.step), int(state.settled)
         for crossing in schedule.to_cross(step, since):
-            state, report = programs.cross(state, crossing)
+            state, report = programs.reduce_and_step(state, crossing)
             self._note(record, crossing.fragment, report)
         for _, fragment in schedule.unmerged(step, since):
             state, _ = programs.apply("merge", state, fragment)
         for fragment in schedule.unsynced(step, self.config.diloco.mixing_alpha, since):
             weights = self.participation.weights(step, fragment, since)
-            state, report = programs.apply("whole", state, fragment, weights)
+            state, report = programs.apply("sync", state, fragment, weights)
             self._note(record, fragment, report)
-        return programs.settle(state)
+        return programs.mark_settled(state)
 
     def _maybe_save_jaxpr(self, name: str, fn: Any, *args: Any, **kwargs: Any) -> Any:  # Any: as the host's
         """Writes the host's artifacts, `<name>.jaxpr.txt.gz` and `<name>.hlo.txt`, for the inner step program."""

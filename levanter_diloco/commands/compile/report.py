@@ -33,13 +33,13 @@ def report_of(run: Abroad, topology: str, num_slices: int, hbm_gib: float | None
         hbm_gib: Memory of a device that programs may use; None where it is not known.
     """
     config, schedule = run.trainer.config, run.trainer.schedule
-    island_size = config.device_mesh.size // config.layout.num_slots
+    island_size = config.device_mesh.size // config.islands.num_slots
     programs = [_program(program, _payload(program, run), island_size) for program in run.programs]
     return {
         "topology": topology,
         "num_slices": num_slices,
         "devices": config.device_mesh.size,
-        "islands": config.layout.num_islands,
+        "islands": config.islands.num_islands,
         "hbm_bytes": hbm_gib and int(hbm_gib * GIB),
         "sync_period": schedule.effective_period,
         "num_fragments": schedule.num_fragments,
