@@ -194,7 +194,8 @@ def test_step_record_takes_in_the_distances_of_its_own_islands():
     step = record({0: 1.0, 2: 2.0}, active=4)
     attendance = Attendance(jnp.array([1.0, 0.0, 0.0, 1.0]), jnp.array([0, 0, 1, 0], jnp.int8))
     distances = on_islands([1.0, 2.0, 3.0, 4.0])
-    step.add_sync(3, SyncReport(distances, jnp.float32(0.5), jnp.float32(0.25), attendance, words_of(2**40 + 16)))
+    report = SyncReport(distances, jnp.float32(0.5), jnp.float32(0.25), attendance, words_of(2**40 + 16))
+    step.add_sync(3, report, owned={0, 2})
     assert step.syncs == {3: SyncRecord(0.5, 0.25, 2**40 + 16, (1.0, 0.0, 0.0, 1.0), (0, 0, 1, 0))}
     assert step.syncs[3].left_out == step.syncs[3].broken == [2]
     assert {island: own.distance for island, own in step.islands.items()} == {0: {3: 1.0}, 2: {3: 3.0}}
@@ -254,6 +255,32 @@ def test_tracker_logs_what_has_no_step_at_once():
     recorder = OrderedRecorder()
     IslandTracker([recorder], SharedBoard()).log({"note": 1}, step=None)
     assert recorder.calls == [(None, {"note": 1})]
+
+
+def test_tracker_takes_the_record_of_the_newest_step_again():
+    # Where the data ends the final sync comes when its step has been reported.
+    board, recorder = SharedBoard(), OrderedRecorder()
+    tracker = IslandTracker([recorder], board)
+    step = record({0: 1.0})
+    tracker.report(0, step)
+    board.post(0, {1: IslandRecord(3.0, {0: 4.0})})
+    step.syncs[0], step.islands[0].distance[0] = SyncRecord(2.5, 1.0, 8, (1.0, 1.0)), 3.0
+    tracker.report(0, step)
+    tracker.finish()
+    [(_, metrics)] = recorder.calls
+    assert metrics["train/loss"] == 2.0 and metrics["diloco/outer_grad_cosine"] == 0.0
+
+
+def test_tracker_waits_for_islands_that_have_left_since_the_capture():
+    board, recorder = SharedBoard(), OrderedRecorder()
+    tracker = IslandTracker([recorder], board)
+    syncs = {0: SyncRecord(2.5, 1.0, 8, (1.0, 1.0))}
+    tracker.report(0, StepRecord({0: IslandRecord(1.0, {0: 3.0})}, syncs, 8, 1))
+    tracker.report(1, record({0: 2.0}, active=1))
+    assert recorder.calls == []
+    board.post(0, {1: IslandRecord(None, {0: 4.0})})
+    tracker.report(2, record({0: 2.0}, active=1))
+    assert recorder.steps[0]["train/loss"] == 1.0 and recorder.steps[0]["diloco/island_distance"] == 3.5
 
 
 def test_tracker_finish_flushes_in_order_and_finishes():
