@@ -1,4 +1,4 @@
-"""Where every array of the training state lies: on which devices, and in which memory."""
+"""The placement of the training state: on which devices every array lies, and in which memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -57,6 +57,21 @@ class Islands(eqx.Module):
     status: Int8[Array, "K P"]
     """Its `Status` in that sync."""
 
+    @classmethod
+    def copies_of(cls, host: TrainerState, layout: Layout) -> "Islands":
+        """Islands that are all copies of a state of the host, but for a random stream that each has of its own."""
+        num_islands, num_fragments = layout.num_islands, layout.diloco.num_fragments
+        Island, key = Axis(ISLAND, num_islands), host.training_key
+        return cls(
+            params=broadcast(trainables_only(host.model, host.is_trainable), Island),
+            opt_state=broadcast(host.opt_state, Island),
+            # A single island draws what the host would: it is the run without DiLoCo, bit for bit.
+            key=key[None] if num_islands == 1 else jax.random.split(key, num_islands),
+            failed=jnp.zeros(num_islands, jnp.int32),
+            weights=jnp.zeros((num_islands, num_fragments), jnp.float32),
+            status=jnp.zeros((num_islands, num_fragments), jnp.int8),
+        )
+
 
 class DiLoCoState(TrainerState):
     """`model` is Theta and `opt_state` the outer optimizer's state, so that all of Levanter sees the outer model.
@@ -116,12 +131,7 @@ class DiLoCoState(TrainerState):
         return inference_mode(self.model_on_devices, True)
 
     @classmethod
-    def of(
-        cls,
-        host: TrainerState,
-        layout: Layout,
-        optimizer: optax.GradientTransformation,
-    ) -> "DiLoCoState":
+    def of(cls, host: TrainerState, layout: Layout, optimizer: optax.GradientTransformation) -> "DiLoCoState":
         """Starts DiLoCo from a state of the host: Theta is its model, every island a copy of it, momentum fresh.
 
         Inner optimizer moments are copied to all islands; each island gets a random stream of its own, and
@@ -135,25 +145,17 @@ class DiLoCoState(TrainerState):
             part: hax.vmap(optimizer.init, Axis(FRAGMENT, count))(partition.stacked(outer, part))
             for part, count in partition.parts.items()
         }
-        key = host.training_key
         fragments = {part: partition.take(outer, part, 0) for part in partition.parts}
         return cls(
             step=host.step,
             model=eqx.combine(outer, host.model),
             optimizer=optimizer,
             opt_state=opt_state,
-            training_key=key,
+            training_key=host.training_key,
             is_trainable=host.is_trainable,
             mp=host.mp,
             model_averaging=None,  # pyrefly: ignore[bad-argument-type]  optional in the host, its type forgets it
-            islands=Islands(
-                params=broadcast(params, Island),
-                opt_state=broadcast(host.opt_state, Island),
-                key=key[None] if num_islands == 1 else jax.random.split(key, num_islands),
-                failed=jnp.zeros(num_islands, jnp.int32),
-                weights=jnp.zeros((num_islands, diloco.num_fragments), jnp.float32),
-                status=jnp.zeros((num_islands, diloco.num_fragments), jnp.int8),
-            ),
+            islands=Islands.copies_of(host, layout),
             captured=_zeros(broadcast(fragments, Island)) if diloco.overlap_steps else None,
             crossed=_zeros(fragments) if diloco.schedule.num_pieces > 1 else None,
             residual=_zeros(broadcast(outer, Island)) if diloco.error_feedback else None,

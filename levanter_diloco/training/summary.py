@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step, and in three lines at its end."""
+"""The summary of a run: its figures and warnings before the first step, and three lines at its end."""
 
 import logging
 import math
