@@ -61,7 +61,7 @@ def imported_folders(folder: Path) -> set[str]:
 def test_documents_are_found():
     # The tests below would pass on none.
     found = set(map(name, DOCUMENTS))
-    assert {"README.md", "configs/README.md"} <= found
+    assert {"README.md", ".github/CONTRIBUTING.md", ".github/CHANGELOG.md", "configs/README.md"} <= found
     assert [name(folder) for folder in FOLDERS if not (folder / "README.md").is_file()] == []
     assert "levanter-diloco plan --params 10e9" in "\n".join(code(PACKAGE / "commands/plan/README.md"))
     assert imported_folders(PACKAGE / "fragments") >= {"axes", "errors"}
@@ -150,7 +150,7 @@ def source_of(command: str) -> list[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("document", ["levanter_diloco/algorithm/README.md"])
+@pytest.mark.parametrize("document", [".github/CONTRIBUTING.md", "levanter_diloco/algorithm/README.md"])
 def test_python_in_a_document_runs(document: str):
     # In a process of its own: what it registers would be known to the tests that follow.
     program = "\n".join(re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL))
