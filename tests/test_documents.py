@@ -14,9 +14,14 @@ from levanter_diloco import cli
 PACKAGE = ROOT / "levanter_diloco"
 
 DOCUMENTS = sorted(
-    path
-    for path in ROOT.rglob("*.md")
-    if not {".venv", "node_modules", ".pytest_cache", ".quickstart"} & set(path.relative_to(ROOT).parts)
+    [
+        *ROOT.glob("*.md"),
+        *(
+            path
+            for folder in (".github", "configs", "levanter_diloco", "scripts", "tests")
+            for path in ROOT.glob(f"{folder}/**/*.md")
+        ),
+    ]
 )
 
 FOLDERS = sorted(path.parent for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE)
