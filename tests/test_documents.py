@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import draccus
 import pytest
+import yaml
 
 from helpers.paths import ROOT
 from levanter_diloco import cli
+from levanter_diloco.options.config import DiLoCoConfig
 
 PACKAGE = ROOT / "levanter_diloco"
 
@@ -152,6 +155,13 @@ def source_of(command: str) -> list[Path]:
     module = PACKAGE.joinpath(*cli.TOOLS[command].split(".")[1:]).with_suffix(".py")
     inside = module.parent != PACKAGE / "commands"
     return [*(module.parent.glob("*.py") if inside else [module]), PACKAGE / "commands/flags.py"]
+
+
+def test_yaml_of_the_readme_is_read():
+    [block] = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    options = yaml.safe_load(block)["trainer"]["diloco"]
+    assert len(options) == 6
+    assert draccus.decode(DiLoCoConfig, options).overlap_steps == 1
 
 
 @pytest.mark.slow
