@@ -229,7 +229,7 @@ def test_every_cell_is_within_two_points_of_the_grid(needed: dict[tuple[str, str
 
 
 def test_other_readings_of_the_paper_agree_less(needed: dict[tuple[str, str, float], float]):
-    # The README gives these counts.
+    # The head of simulate.py gives these counts.
     above = {cell: min(point for point in GRID if point >= rate) for cell, rate in needed.items()}
     assert len(agree(above)) == 7  # the first point that reaches the target
     assert sum(abs(rate / CELLS[cell] - 1) <= 0.15 for cell, rate in needed.items()) == 55  # no grid at all
@@ -417,7 +417,7 @@ def test_plan_of_a_parameter_count(capsys: pytest.CaptureFixture[str]):
 
 
 def test_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]):
-    section = (ROOT / "README.md").read_text().partition("## Planning a run")[2]
+    section = (ROOT / "levanter_diloco/commands/plan/README.md").read_text()
     command, _, printed = section.partition("```text\n$ levanter-diloco ")[2].partition("```")[0].partition("\n")
     assert output(capsys, *command.split()) == printed
 
