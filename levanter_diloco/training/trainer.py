@@ -18,7 +18,7 @@ from levanter.trainer import Trainer, TrainStepResult, _unify_model_and_model_in
 from levanter.trainer_state import trainables_only
 from levanter.utils.types import ComputeLossFunction
 
-from ..algorithm.wire import wire_format
+from ..algorithm.codecs import wire_format
 from ..checkpoint import orbax
 from ..checkpoint.compatibility import holds_islands
 from ..checkpoint.loading import StateLoader

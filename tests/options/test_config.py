@@ -8,14 +8,8 @@ import pytest
 
 from helpers.refusals import read_or_refuse
 from levanter_diloco.network.link import LinkConfig
-from levanter_diloco.options.config import (
-    AdamConfig,
-    AverageConfig,
-    DiLoCoConfig,
-    NesterovConfig,
-    OuterOptimizerConfig,
-    SgdConfig,
-)
+from levanter_diloco.options.config import DiLoCoConfig
+from levanter_diloco.options.outer import AdamConfig, AverageConfig, NesterovConfig, OuterOptimizerConfig, SgdConfig
 from levanter_diloco.training.config import DiLoCoTrainerConfig
 
 

@@ -17,7 +17,7 @@ from helpers.toy_model import Step, Toy, entered, run, toy_batch, toy_loss, trai
 from levanter_diloco.algorithm.participation import Participation
 from levanter_diloco.algorithm.schedule import Schedule
 from levanter_diloco.errors import OptionError, RunError
-from levanter_diloco.options.config import SgdConfig
+from levanter_diloco.options.outer import SgdConfig
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 

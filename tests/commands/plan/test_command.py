@@ -13,8 +13,9 @@ import yaml
 
 from helpers.paths import ROOT
 from levanter_diloco import cli
+from levanter_diloco.algorithm.codecs import wire_format
 from levanter_diloco.algorithm.schedule import Schedule
-from levanter_diloco.algorithm.wire import wire_format, wire_names
+from levanter_diloco.algorithm.wire import wire_names
 from levanter_diloco.commands.plan.command import DEFAULTS, EXAMPLES, parse_rate
 from levanter_diloco.commands.plan.forecast import (
     WIRES,
