@@ -36,23 +36,26 @@ class DiLoCoConfig:
     """How islands train apart and when they meet: the block `trainer.diloco`."""
 
     enabled: bool = True
-    """False runs stock Levanter. Writing the block turns DiLoCo on."""
+    """False runs stock Levanter. Writing the block turns DiLoCo on; an empty block is `diloco: {}`."""
 
     sync_period: int = 100
     """H: inner steps between two syncs of the same fragment; >= 1. Best a multiple of `num_fragments`."""
 
     num_fragments: int = 1
-    """P: parts that sync in turn; 1 is vanilla DiLoCo, more is Streaming DiLoCo [Streaming]."""
+    """P: parts that sync in turn; 1 is vanilla DiLoCo, more is Streaming DiLoCo [Streaming]. With `partition: layers`
+    P-1 divides the number of layers."""
 
     layer_order: LayerOrder = "interleaved"
-    """Which layers share a fragment: every (P-1)-th one, or runs of neighbours [Streaming]."""
+    """Which layers share a fragment: `interleaved`, every (P-1)-th one, or `sequential`, runs of neighbours
+    [Streaming]."""
 
     partition: PartitionName = "layers"
     """`layers`: fragment 0 is all that is outside the layer stack, the others N/(P-1) layers each [Streaming].
     `balanced`: fragments of equal bytes, for any model and any P: each takes its share of the rows of every leaf."""
 
     overlap_steps: int = 0
-    """V: inner steps between the capture of a fragment and its merge; 0 <= V < effective period."""
+    """V: inner steps between the capture of a fragment and its merge; 0 <= V < effective period. It crosses meanwhile,
+    in V pieces (at most one for each step between two syncs)."""
 
     mixing_alpha: float = 0.0
     """alpha in [0, 1]: share of the island kept when a fragment merges [Streaming]. 0 replaces it."""
@@ -75,16 +78,19 @@ class DiLoCoConfig:
     """
 
     final_sync: bool = True
-    """Whether fragments with unsynced progress sync once more after the last step."""
+    """Whether fragments with unsynced progress sync once more after the last step, before the last checkpoint and
+    export: a whole outer step, momentum included, however few steps are unsynced. Best end on a whole period."""
 
     wire: str = "f32"
     """How an outer gradient crosses: f32, bf16, int8, int4, e3m0 (FP4 of [Streaming]), or a registered format."""
 
     wire_block: int = 256
-    """Elements that share a scale on the wire; even, >= 2. An f32 scale a block adds 32 / 256 bits an element."""
+    """Elements that share a scale on the wire; even, in [2, 65536]. An f32 scale a block adds 32 / 256 bits an
+    element."""
 
     wire_rounding: WireRounding = "nearest"
-    """To the nearest value on the wire, or at random so that the expected value is kept (seeded by `trainer.seed`)."""
+    """To the `nearest` value on the wire, or `stochastic`: at random so that the expected value is kept (seeded by
+    `trainer.seed`)."""
 
     error_feedback: bool = False
     """Whether what the wire loses is sent along next time; costs an f32 copy of the parameters for each island."""
@@ -96,18 +102,19 @@ class DiLoCoConfig:
     """`[[step, count], ...]`: how many islands train once `step` steps are completed, from step 0 on [DiLoCo]."""
 
     join_moments: JoinMoments = "fresh"
-    """Inner moments of an island that joins by `schedule_islands`: fresh, or copied from island 0."""
+    """Inner moments of an island that joins by `schedule_islands`: `fresh`, or `copied` from island 0."""
 
     resume_islands: ResumeIslands = "copy_nearest"
     """What islands become where a resume changes K. `copy_nearest`: island j goes on as the old island `j*K_old // K`;
     `fresh`: as Theta, with fresh moments; `mean`: as the mean of the old islands that it replaces."""
 
     weights: WeightRule | list[float] = "uniform"
-    """Weights of the islands in a mean: equal, by the tokens consumed since the last sync, or one number each."""
+    """Weights of the islands in a mean: `uniform`, `tokens` (what each has consumed since the fragment's last sync),
+    or a list of one number each."""
 
     island_data: IslandData | list[dict[str, float]] = "shared"
-    """What an island reads: its part of each global batch, its shard of every component of the data, or shards in
-    proportion to a mixture of its own, `[{component: weight}, ...]` with one for each island."""
+    """What an island reads: `shared`, its part of each global batch; `sharded`, its shard of every component of the
+    data; or shards in proportion to a mixture of its own, `[{component: weight}, ...]` with one for each island."""
 
     guard: bool = True
     """Whether an island with a loss, parameters or an outer gradient that is not finite is left out and re-seeded."""
@@ -119,7 +126,8 @@ class DiLoCoConfig:
     """Where the outer model of a run that starts comes from: what `levanter-diloco export --format orbax` wrote."""
 
     on_damaged_checkpoint: OnDamagedCheckpoint = "refuse"
-    """What a run that resumes does where its latest checkpoint is damaged: end, or use the one before it."""
+    """What a run that resumes does where its latest checkpoint is damaged: `refuse`, end; `previous`, use the one
+    before it."""
 
     link: LinkConfig | None = None
     """A slow link that `tc` makes of this host's own for the run; unset, the network is left alone."""

@@ -30,7 +30,8 @@ class OuterOptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
     """eta: peak outer learning rate, >= 0. 0.7 is the best of [DiLoCo] for 8 islands."""
 
     lr_schedule: LrSchedule = "constant"
-    """How the rate falls from `learning_rate` to `min_lr_ratio * learning_rate`, in outer steps."""
+    """How the rate falls from `learning_rate` to `min_lr_ratio * learning_rate`, in outer steps: `constant`, `linear`
+    or `cosine`."""
 
     warmup: int = 0
     """Outer steps over which the rate rises, the first at `learning_rate / (warmup + 1)`; >= 0."""
@@ -123,7 +124,11 @@ class AdamConfig(OuterOptimizerConfig):
 
     learning_rate: float = 0.3
     beta1: float = 0.9
+    """Decay of the mean of outer gradients, in [0, 1)."""
+
     beta2: float = 0.95
+    """Decay of the mean of their squares, in [0, 1)."""
+
     epsilon: float = 0.1
     """Large, as in [DiLoCo]: outer gradients are small and few."""
 
