@@ -116,8 +116,7 @@ def _fits(kind: Any, raw: object) -> bool:  # Any: a type annotation
     if kind is bool:
         return isinstance(raw, bool) or raw in ("true", "false")
     if origin is Literal:
-        # A text may be one of the choices, quoted, and draccus knows whether it is.
-        return isinstance(raw, str) or any(raw == choice and type(raw) is type(choice) for choice in get_args(kind))
+        return any(raw == choice and type(raw) is type(choice) for choice in get_args(kind))
     if kind not in LARGEST:
         # Of a kind that we do not know draccus has the word.
         return origin not in WRITTEN or (isinstance(raw, WRITTEN[origin]) and not isinstance(raw, bool))
