@@ -166,6 +166,12 @@ def test_help_of_the_command_needs_neither_jax_nor_the_host():
     assert not loaded & {"jax", "levanter", "haliax"}
 
 
+def test_options_need_neither_jax_nor_the_host():
+    loaded = modules_after("import levanter_diloco.options.config")
+    assert "levanter_diloco.options.outer" in loaded
+    assert not loaded & {"jax", "jaxlib", "levanter", "haliax", "optax", "equinox"}
+
+
 def test_plan_needs_neither_jax_nor_the_host():
     flags = "'plan', '--params', '10e9', '--layers', '48', '--step_seconds', '0.8', '--rate', '10gbit', '--json'"
     loaded = modules_after(f"import levanter_diloco.cli as cli; cli.main([{flags}])")

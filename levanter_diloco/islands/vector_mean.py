@@ -8,7 +8,8 @@ from jax import ShapeDtypeStruct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ..algorithm.wire import Encoded, WireFormat, as_integers, from_integers
+from ..algorithm.codecs import as_integers, from_integers
+from ..algorithm.wire import Encoded, WireFormat
 from ..axes import ISLAND
 
 

@@ -2,7 +2,7 @@
 
 import optax
 
-from ..algorithm.wire import wire_format
+from ..algorithm.codecs import wire_format
 from ..fragments.partition import Partition
 from ..islands.all_reduce import AllReduce
 from ..islands.guard import Guard

@@ -19,8 +19,8 @@ from levanter.utils.mesh import MeshConfig
 
 from helpers.toy_model import Block, Embed, Entry, Layer, Toy, entered, numbers, toy_batch, toy_loss, trainer_config
 from levanter_diloco.errors import ModelError, OptionError
-from levanter_diloco.options.config import AdamConfig as OuterAdamConfig
-from levanter_diloco.options.config import OuterOptimizerConfig, SgdConfig
+from levanter_diloco.options.outer import AdamConfig as OuterAdamConfig
+from levanter_diloco.options.outer import OuterOptimizerConfig, SgdConfig
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 

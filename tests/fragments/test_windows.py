@@ -20,7 +20,7 @@ from helpers.toy_model import Toy, entered, run, toy_batch, toy_loss, trainer_co
 from levanter_diloco.errors import OptionError
 from levanter_diloco.fragments.windows import put_window, take_window
 from levanter_diloco.islands.placement import Placement
-from levanter_diloco.options.config import OuterOptimizerConfig
+from levanter_diloco.options.outer import OuterOptimizerConfig
 
 MESH = MeshConfig(axes={"data": 1, "model": -1}, param_mapping={"entry": "data"})
 BLOCK = {"sync_period": 6, "num_fragments": 3, "ici_islands": 2, "mixing_alpha": 0.5}

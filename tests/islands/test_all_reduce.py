@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 
+from levanter_diloco.algorithm.codecs import F32, wire_format
 from levanter_diloco.algorithm.outer import outer_gradient
-from levanter_diloco.algorithm.wire import F32, WireFormat, wire_format, wire_names
+from levanter_diloco.algorithm.wire import WireFormat, wire_names
 from levanter_diloco.islands.all_reduce import AllReduce
 from levanter_diloco.islands.vector_mean import VectorMean
 

@@ -13,8 +13,8 @@ from haliax.partitioning import pspec_for_axis
 from haliax.util import is_named_array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from levanter_diloco.algorithm.codecs import wire_format
 from levanter_diloco.algorithm.outer import outer_gradient
-from levanter_diloco.algorithm.wire import wire_format
 from levanter_diloco.commands.compile.hlo import Program, collectives
 from levanter_diloco.errors import OptionError
 from levanter_diloco.islands.all_reduce import AllReduce

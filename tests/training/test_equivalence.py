@@ -28,7 +28,7 @@ from helpers.toy_runs import (
     rows,
     toy,
 )
-from levanter_diloco.options.config import AverageConfig, SgdConfig
+from levanter_diloco.options.outer import AverageConfig, SgdConfig
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 

@@ -18,7 +18,7 @@ from levanter_diloco.algorithm.participation import Participation
 from levanter_diloco.algorithm.schedule import Schedule
 from levanter_diloco.errors import OptionError, RunError
 from levanter_diloco.islands.byte_count import count_of
-from levanter_diloco.options.config import SgdConfig
+from levanter_diloco.options.outer import SgdConfig
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.toy_model import Toy, run, toy_batch, toy_loss, trainer_config
 from helpers.toy_runs import SGD, config_of, mesh, rows, toy
-from levanter_diloco.options.config import SgdConfig
+from levanter_diloco.options.outer import SgdConfig
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 

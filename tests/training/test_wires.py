@@ -10,7 +10,7 @@ import pytest
 from helpers.toy_model import entered, numbers, run, toy_loss
 from helpers.toy_runs import SGD, config_of, difference, mesh, outer, rows, toy
 from levanter_diloco.algorithm.outer import outer_gradient
-from levanter_diloco.options.config import AverageConfig
+from levanter_diloco.options.outer import AverageConfig
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 

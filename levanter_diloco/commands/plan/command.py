@@ -8,17 +8,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...algorithm.schedule import Schedule
 from ...console import show
-from ...errors import PATH, BadInput
+from ...errors import PATH, BadInput, OptionError
 from ...network.link import RATE_UNITS, quantity
+from ...options.config import DiLoCoConfig
+from ...options.plugins import load_plugins
+from ...options.reading import read_block, refuse_duplicates
 from ..flags import Parser
 from .forecast import Setting, forecast, valid_num_fragments
 from .model_size import BY_HAND, ModelSize, size_of
 from .report import draw, lines
 
-DEFAULTS = {"sync_period": 100, "num_fragments": 1, "overlap_steps": 0}
-"""Of `config.DiLoCoConfig`, which imports jax; a test compares."""
+OVERRIDES = ("sync_period", "num_fragments", "overlap_steps", "partition")
+"""Options of the block that have a flag here."""
 
 GRADIENT_BITS = {"f32": 32, "float32": 32, "full": 32, "bf16": 16, "bfloat16": 16, "f16": 16, "float16": 16}
 
@@ -62,7 +64,7 @@ def main(args: list[str]) -> None:
         plan = forecast(setting)
         if flags.plot:
             draw(setting, flags.plot)
-    except BadInput as error:
+    except (BadInput, OptionError) as error:
         parser.error(str(error))
     show(json.dumps(plan | {"notes": notes}, indent=2) if flags.json else "\n".join([*lines(plan), *notes]))
 
@@ -85,10 +87,10 @@ def _parser() -> PlanParser:
     add("--islands", _count("--islands", 1), "K (from the YAML, else 2)")
     add("--rate", lambda text: parse_rate("--rate", text), "an island's link: bit/s, or with kbit, mbit, gbit, tbit")
     add("--vocab_size", _count("--vocab_size", 1), "entries of the vocabulary, for a tokenizer that is not known")
-    add("--sync_period", _count("--sync_period", 1), "H (from the YAML, else 100)")
-    add("--num_fragments", _count("--num_fragments", 1), "P (from the YAML, else 1)")
-    add("--overlap_steps", _count("--overlap_steps", 0), "V (from the YAML, else 0)")
-    add("--partition", _partition("--partition"), "layers or balanced (from the YAML, else layers)")
+    add("--sync_period", str, "H (from the YAML, else 100)")
+    add("--num_fragments", str, "P (from the YAML, else 1)")
+    add("--overlap_steps", str, "V (from the YAML, else 0)")
+    add("--partition", str, "layers or balanced (from the YAML, else layers)")
     add("--plot", str, "file for a plot of utilization against bandwidth; needs the extra levanter-diloco[plot]")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
     return parser
@@ -98,21 +100,37 @@ def settle(flags: argparse.Namespace) -> tuple[Setting, list[str]]:
     """Puts flags and YAML together, and checks what needs both; returns notes on what was taken for granted."""
     config = load(flags.config_path) if flags.config_path is not None else {}
     trainer = _block(config, "trainer", "trainer")
-    diloco = _block(trainer, "diloco", PATH)
+    # A wire format or an outer optimizer may be somebody else's; ours need no import of the host to be known.
+    load_plugins(others_only=True)
+    diloco = _diloco(trainer, flags)
     size, notes = _size(flags, config)
     if flags.step_seconds is None:
         raise BadInput("--step_seconds is missing: seconds of one inner step; --step_seconds 0.8 works.")
     rate = flags.rate
-    link = _block(diloco, "link", f"{PATH}.link")
-    if rate is None and "rate" in link:
-        rate = parse_rate(f"{PATH}.link.rate", str(link["rate"]))
+    if rate is None and diloco.link is not None:
+        rate = float(diloco.link.bits_per_second)
     if flags.islands is None and flags.config_path is None:
         notes.append("Islands: 2, as --islands is not given.")
     islands = flags.islands or (_islands(trainer, diloco) if flags.config_path is not None else 2)
-    named = flags.partition or _partition(f"{PATH}.partition")(str(diloco.get("partition", "layers")))
-    balanced = named == "balanced"
-    schedule = _schedule(flags, diloco, None if balanced else size.num_layers)
-    return Setting(size, islands, flags.step_seconds, rate, schedule, _gradient_bits(trainer), balanced), notes
+    balanced = diloco.partition == "balanced"
+    if not balanced:
+        _check_fragments(diloco.num_fragments, size.num_layers, flags)
+    bits = _gradient_bits(trainer)
+    wire_block = diloco.wire_block
+    return Setting(size, islands, flags.step_seconds, rate, diloco.schedule, bits, balanced, wire_block), notes
+
+
+def _diloco(trainer: Mapping[str, Any], flags: argparse.Namespace) -> DiLoCoConfig:  # Any: a YAML
+    """The block of the YAML with the flags in it; what is wrong with a flag's value names the flag."""
+    given = {option: value for option in OVERRIDES if (value := getattr(flags, option)) is not None}
+    block = trainer.get("diloco", {})
+    try:
+        return read_block({**block, **given} if isinstance(block, Mapping) else block)
+    except OptionError as error:
+        said = str(error)
+        for option in given:
+            said = said.replace(f"{PATH}.{option}", f"--{option}")
+        raise BadInput(said) from error
 
 
 def load(path: str) -> Mapping[str, Any]:  # Any: a YAML
@@ -122,6 +140,9 @@ def load(path: str) -> Mapping[str, Any]:  # Any: a YAML
 
     try:
         config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        refuse_duplicates(Path(path))
+    except OptionError:
+        raise
     except OSError as error:
         raise BadInput(f"--config_path ({path}) must be a file to read: {error.strerror}.") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -186,56 +207,30 @@ def _size(flags: argparse.Namespace, config: Mapping[str, Any]) -> tuple[ModelSi
     return ModelSize(flags.layers, (flags.params - rest) / flags.layers, rest), notes
 
 
-def _schedule(
-    flags: argparse.Namespace,
-    diloco: Mapping[str, Any],  # Any: a YAML
-    num_layers: int | None,
-) -> Schedule:
-    """The schedule; fragments of layers fit `num_layers`."""
-    values, names = {}, {}
-    for option, default in DEFAULTS.items():
-        flag = getattr(flags, option)
-        names[option] = f"--{option}" if flag is not None else f"{PATH}.{option}"
-        least = 0 if option == "overlap_steps" else 1
-        values[option] = flag if flag is not None else _count(names[option], least)(str(diloco.get(option, default)))
-    schedule = Schedule(**values)
-    valid = valid_num_fragments(num_layers) if num_layers is not None else [schedule.num_fragments]
-    if schedule.num_fragments not in valid:
+def _check_fragments(num_fragments: int, num_layers: int, flags: argparse.Namespace) -> None:
+    """Refuses a P that fragments of layers cannot have: the config does not know the model."""
+    valid = valid_num_fragments(num_layers)
+    if num_fragments not in valid:
+        name = f"{PATH}.num_fragments" if flags.num_fragments is None else "--num_fragments"
         raise BadInput(
-            f"{names['num_fragments']} ({schedule.num_fragments}) must be 1 more than a divisor of the {num_layers} "
-            f"layers; {', '.join(map(str, valid))} work."
+            f"{name} ({num_fragments}) must be 1 more than a divisor of the {num_layers} layers; "
+            f"{', '.join(map(str, valid))} work."
         )
-    period = schedule.effective_period
-    if schedule.overlap_steps >= period:
-        raise BadInput(
-            f"{names['overlap_steps']} ({schedule.overlap_steps}) must be below the effective period "
-            f"({period} steps); {period - 1} works."
-        )
-    return schedule
 
 
-def _partition(name: str) -> Callable[[str], str]:
-    def convert(text: str) -> str:
-        if text not in ("layers", "balanced"):
-            raise BadInput(f"{name} ({text}) must be one of layers, balanced; layers works.")
-        return text
-
-    return convert
-
-
-def _islands(trainer: Mapping[str, Any], diloco: Mapping[str, Any]) -> int:  # Any: a YAML
+def _islands(trainer: Mapping[str, Any], diloco: DiLoCoConfig) -> int:  # Any: a YAML
     """K, where the YAML tells it without a look at the devices."""
     mesh = _block(trainer, "mesh", "trainer.mesh")
     counts = []
     for option, axes, default in (("ici_islands", "axes", 1), ("dcn_islands", "dcn_axes", -1)):
-        count = diloco.get(option)
+        count = getattr(diloco, option)
         if count is None:
             count = _block(mesh, axes, f"trainer.mesh.{axes}").get("diloco", default)
         if not isinstance(count, int) or count < 1:
             here = "devices" if option == "ici_islands" else "slices"
             raise BadInput(f"{PATH}.{option} ({count}) is only known from the {here}; give --islands, say 2.")
         counts.append(count)
-    return math.prod(counts) * _count(f"{PATH}.islands_per_slot", 1)(str(diloco.get("islands_per_slot", 1)))
+    return math.prod(counts) * diloco.islands_per_slot
 
 
 def _gradient_bits(trainer: Mapping[str, Any]) -> int:  # Any: a YAML

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...algorithm.schedule import Schedule
+from ...algorithm.wire import wire_block_bytes, wire_names
 from .model_size import ModelSize
 from .simulate import Piece, Workload, during_backward, required_rate, utilization
 
@@ -35,16 +36,10 @@ class Wire:
 
 F32 = Wire("f32", 32)
 
-SCALE_BITS = 32 / 256
-"""An f32 scale for each block of `wire_block` elements, by default 256."""
 
-WIRES = (
-    F32,
-    Wire("bf16", 16),
-    Wire("int8", 8 + SCALE_BITS),
-    Wire("int4", 4 + SCALE_BITS),
-    Wire("e3m0", 4 + SCALE_BITS),
-)
+def wires(block: int) -> list[Wire]:
+    """Every format that is known, registered ones too, with scales for blocks of `block` elements."""
+    return [Wire(name, 8 * wire_block_bytes(name, block) / block) for name in wire_names()]
 
 
 @dataclass(frozen=True)
@@ -63,6 +58,9 @@ class Setting:
 
     balanced: bool = False
     """Whether fragments are equal shares of everything (`partition: balanced`), not of the layers."""
+
+    wire_block: int = 256
+    """Elements that share a scale on the wire."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def methods(setting: Setting) -> list[Method]:
         Method(f"streaming P={num_fragments}", F32.name, diloco(setting, streaming, F32)),
     ]
     hidden = overlapped.overlap_steps
-    for wire in WIRES if hidden else ():
+    for wire in wires(setting.wire_block) if hidden else ():
         found.append(Method(f"  + overlap V={hidden}", wire.name, diloco(setting, overlapped, wire)))
     return found
 
@@ -134,7 +132,7 @@ def carried_bits(wire: Wire, num_islands: int) -> float:
     adds up a share and the f32 means are gathered.
     """
     others = num_islands - 1
-    if wire is F32:
+    if wire.name == F32.name:
         return wire.bits * ring_factor(num_islands)
     return min(others * wire.bits, others / num_islands * (wire.bits + F32.bits))
 

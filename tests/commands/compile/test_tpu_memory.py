@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from levanter.trainer_state import TrainerState
 
 from helpers.toy_model import Block
-from levanter_diloco.algorithm.wire import wire_format
+from levanter_diloco.algorithm.codecs import wire_format
 from levanter_diloco.fragments.partition import Place
 from levanter_diloco.islands.all_reduce import AllReduce
 from levanter_diloco.islands.guard import Guard

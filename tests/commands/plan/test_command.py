@@ -13,17 +13,19 @@ import yaml
 
 from helpers.paths import ROOT
 from levanter_diloco import cli
+from levanter_diloco.algorithm import wire
+from levanter_diloco.algorithm.codecs import Bf16, wire_format
 from levanter_diloco.algorithm.schedule import Schedule
-from levanter_diloco.algorithm.wire import wire_format, wire_names
-from levanter_diloco.commands.plan.command import DEFAULTS, EXAMPLES, parse_rate
+from levanter_diloco.algorithm.wire import register_wire, wire_names
+from levanter_diloco.commands.plan.command import EXAMPLES, parse_rate
 from levanter_diloco.commands.plan.forecast import (
-    WIRES,
     Setting,
     carried_bits,
     forecast,
     outer_learning_rate,
     recommended_num_fragments,
     valid_num_fragments,
+    wires,
 )
 from levanter_diloco.commands.plan.model_size import MODELS, ModelSize, size_of
 from levanter_diloco.commands.plan.simulate import Piece, Workload, during_backward, required_rate, utilization
@@ -334,14 +336,29 @@ def setting(**changes: Any) -> Setting:
     return dataclasses.replace(base, **changes)
 
 
-def test_defaults_are_those_of_the_config():
-    assert {option: getattr(DiLoCoConfig(), option) for option in DEFAULTS} == DEFAULTS
+def test_defaults_are_those_of_the_config(capsys: pytest.CaptureFixture[str]):
+    plan = json.loads(output(capsys, *TEN_BILLION, "--json"))
+    schedule = DiLoCoConfig().schedule
+    assert plan["schedule"] == {name: getattr(schedule, name) for name in plan["schedule"]}
 
 
-def test_wires_are_those_of_the_package():
-    block = DiLoCoConfig().wire_block
+@pytest.mark.parametrize("block", [2, 256])
+def test_wires_are_those_of_the_package(block: int):
     bits = {name: 8 * wire_format(name, block, False).block_bytes / block for name in wire_names()}
-    assert {wire.name: wire.bits for wire in WIRES} == bits
+    assert {one.name: one.bits for one in wires(block)} == bits
+
+
+def test_registered_wire_and_its_block_are_planned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # A block of 32 elements: 16 bits each in the format registered, 4 + 32 / 32 in int4.
+    monkeypatch.setattr(wire, "_FORMATS", dict(wire._FORMATS))
+    register_wire("half")(Bf16)
+    path = config(tmp_path, wire="half", wire_block=32, num_fragments=3, overlap_steps=1)
+    plan = json.loads(output(capsys, "plan", "--config_path", str(path), "--step_seconds", "1", "--json"))
+    sent = {row["wire"]: row["largest_transfer_bytes"] for row in plan["methods"] if row["method"].startswith("+")}
+    # Of 4 islands each other one's payload, or a scattered share and its f32 mean.
+    assert sent["half"] / sent["int4"] == pytest.approx(min(3 * 16, 3 / 4 * 48) / min(3 * 5, 3 / 4 * 37))
 
 
 def test_balanced_fragments_are_equal_and_any_number(capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -360,10 +377,10 @@ def test_balanced_fragments_are_equal_and_any_number(capsys: pytest.CaptureFixtu
 
 def test_wires_are_gathered_from_few_islands_and_scattered_from_many():
     # int8 with scales is 8.125 bits: of 3 others 24.4; of 8 islands 7/8 * (8.125 + 32) = 35.1, not 7 * 8.125 = 56.9.
-    int8 = WIRES[2]
+    f32, _, int8 = wires(256)[:3]
     assert carried_bits(int8, 4) == pytest.approx(3 * 8.125)
     assert carried_bits(int8, 8) == pytest.approx(7 / 8 * 40.125)
-    assert carried_bits(WIRES[0], 4) == 2 * 3 / 4 * 32
+    assert carried_bits(f32, 4) == 2 * 3 / 4 * 32
 
 
 def test_figures_by_hand():
@@ -425,7 +442,7 @@ def test_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]
 def test_json_has_every_figure(capsys: pytest.CaptureFixture[str]):
     plan = json.loads(output(capsys, *TEN_BILLION, "--rate", "10gbit", "--islands", "4", "--json"))
     assert plan["islands"] == 4 and plan["rate"] == 10e9
-    assert len(plan["methods"]) == 3 + len(WIRES)
+    assert len(plan["methods"]) == 3 + len(wires(256))
     assert set(plan["methods"][0]["required_rate"]) == {"50%", "80%", "90%", "95%", "99%"}
 
 
@@ -502,8 +519,12 @@ def test_bad_flag_is_refused_in_one_line(flags: list[str], parts: list[str], cap
         ({"overlap_steps": 30}, ["trainer.diloco.overlap_steps (30)", "29 works"]),
         ({"dcn_islands": -1}, ["trainer.diloco.dcn_islands (-1)", "slices", "--islands"]),
         ({"ici_islands": -1}, ["trainer.diloco.ici_islands (-1)", "devices", "--islands"]),
-        ({"link": {"rate": "fast"}}, ["trainer.diloco.link.rate (fast)", "1gbit works"]),
-        ({"link": 5}, ["trainer.diloco.link (5)", "block"]),
+        ({"link": {"rate": "fast"}}, ["trainer.diloco.link.rate (fast)", "50mbit works"]),
+        ({"link": 5}, ["trainer.diloco.link must be a block of options, found 5"]),
+        ({"wire": "fp8"}, ["trainer.diloco.wire (fp8)", "one of f32, bf16, int8"]),
+        ({"sync_period": True}, ["trainer.diloco.sync_period (true) must be a whole number", "100 works"]),
+        ({"enabled": None}, ["trainer.diloco.enabled (null) must be true or false"]),
+        ({"sync_perod": 5}, ["trainer.diloco", "`sync_perod`", "the options are enabled, sync_period"]),
     ],
     ids=str,
 )
@@ -520,6 +541,12 @@ def test_text_that_is_no_yaml_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     for text in ("trainer: {diloco: [}\n", "just words", "- 1"):
         broken.write_text(text)
         assert "--config_path" in refusal(capsys, "--config_path", str(broken), "--step_seconds", "0.1")
+
+
+def test_option_that_stands_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "twice.yaml"
+    path.write_text("trainer: {diloco: {sync_period: 5, sync_period: 6}}")
+    assert "sync_period stands twice" in refusal(capsys, "--config_path", str(path), "--step_seconds", "0.1")
 
 
 def test_value_that_works_works():
