@@ -92,6 +92,11 @@ def wire_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys((*BUILT_IN, *_FORMATS)))
 
 
+def is_lossless(name: str) -> bool:
+    """Whether the format `name` crosses as an all-reduce of f32."""
+    return name == "f32" if name in BUILT_IN else registered(name).lossless
+
+
 def wire_block_bytes(name: str, block: int) -> int:
     """Bytes of one block of the format `name`; only a format that is not built in needs jax to tell them."""
     return BUILT_IN[name].block_bytes(block) if name in BUILT_IN else registered(name)(block).block_bytes

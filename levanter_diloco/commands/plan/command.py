@@ -1,26 +1,26 @@
-"""`levanter-diloco plan`: what a run would make of a slow link, told without devices, jax or the host."""
+"""`levanter-diloco plan`: what a run would make of a slow link, told without devices."""
 
 import argparse
 import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
+
 from ...console import show
-from ...errors import PATH, BadInput, OptionError
+from ...errors import PATH, BadInput, ModelError, OptionError
 from ...network.link import RATE_UNITS, quantity
 from ...options.config import DiLoCoConfig
 from ...options.plugins import load_plugins
 from ...options.reading import read_block, refuse_duplicates
 from ..flags import Parser
 from .forecast import Setting, forecast, valid_num_fragments
-from .model_size import BY_HAND, ModelSize, size_of
+from .model_size import BY_HAND, ModelSize, read_config, size_of
 from .report import draw, lines
-
-OVERRIDES = ("sync_period", "num_fragments", "overlap_steps", "partition")
-"""Options of the block that have a flag here."""
 
 GRADIENT_BITS = {"f32": 32, "float32": 32, "full": 32, "bf16": 16, "bfloat16": 16, "f16": 16, "float16": 16}
 
@@ -61,12 +61,12 @@ def main(args: list[str]) -> None:
     try:
         flags = parser.parse_args(args)
         setting, notes = settle(flags)
-        plan = forecast(setting)
+        plan = forecast(setting, notes)
         if flags.plot:
             draw(setting, flags.plot)
-    except (BadInput, OptionError) as error:
+    except (BadInput, OptionError, ModelError) as error:
         parser.error(str(error))
-    show(json.dumps(plan | {"notes": notes}, indent=2) if flags.json else "\n".join([*lines(plan), *notes]))
+    show(json.dumps(asdict(plan), indent=2) if flags.json else "\n".join(lines(plan)))
 
 
 def _parser() -> PlanParser:
@@ -87,9 +87,9 @@ def _parser() -> PlanParser:
     add("--islands", _count("--islands", 1), "K (from the YAML, else 2)")
     add("--rate", lambda text: parse_rate("--rate", text), "an island's link: bit/s, or with kbit, mbit, gbit, tbit")
     add("--vocab_size", _count("--vocab_size", 1), "entries of the vocabulary, for a tokenizer that is not known")
-    add("--sync_period", str, "H (from the YAML, else 100)")
-    add("--num_fragments", str, "P (from the YAML, else 1)")
-    add("--overlap_steps", str, "V (from the YAML, else 0)")
+    add("--sync_period", _count("--sync_period", 1), "H (from the YAML, else 100)")
+    add("--num_fragments", _count("--num_fragments", 1), "P (from the YAML, else 1)")
+    add("--overlap_steps", _count("--overlap_steps", 0), "V (from the YAML, else 0)")
     add("--partition", str, "layers or balanced (from the YAML, else layers)")
     add("--plot", str, "file for a plot of utilization against bandwidth; needs the extra levanter-diloco[plot]")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
@@ -100,44 +100,54 @@ def settle(flags: argparse.Namespace) -> tuple[Setting, list[str]]:
     """Puts flags and YAML together, and checks what needs both; returns notes on what was taken for granted."""
     config = load(flags.config_path) if flags.config_path is not None else {}
     trainer = _block(config, "trainer", "trainer")
-    # A wire format or an outer optimizer may be somebody else's; ours need no import of the host to be known.
-    load_plugins(others_only=True)
-    diloco = _diloco(trainer, flags)
-    size, notes = _size(flags, config)
-    if flags.step_seconds is None:
-        raise BadInput("--step_seconds is missing: seconds of one inner step; --step_seconds 0.8 works.")
-    rate = flags.rate
-    if rate is None and diloco.link is not None:
-        rate = float(diloco.link.bits_per_second)
+    diloco = _options(flags, trainer)
+    size, notes = _size(flags)
     if flags.islands is None and flags.config_path is None:
         notes.append("Islands: 2, as --islands is not given.")
     islands = flags.islands or (_islands(trainer, diloco) if flags.config_path is not None else 2)
+    rate = flags.rate or (None if diloco.link is None else float(diloco.link.bits_per_second))
     balanced = diloco.partition == "balanced"
+    if size.num_layers > LARGEST:
+        raise BadInput(f"the layers ({size.num_layers}) must be at most {LARGEST}; 48 works.")
     if not balanced:
-        _check_fragments(diloco.num_fragments, size.num_layers, flags)
-    bits = _gradient_bits(trainer)
-    wire_block = diloco.wire_block
-    return Setting(size, islands, flags.step_seconds, rate, diloco.schedule, bits, balanced, wire_block), notes
+        _check_fragments(flags, diloco.num_fragments, size.num_layers)
+    setting = Setting(
+        size=size,
+        num_islands=islands,
+        step_seconds=flags.step_seconds,
+        rate=rate,
+        schedule=diloco.schedule,
+        gradient_bits=_gradient_bits(trainer),
+        wire_block=diloco.wire_block,
+        balanced=balanced,
+    )
+    return setting, notes
 
 
-def _diloco(trainer: Mapping[str, Any], flags: argparse.Namespace) -> DiLoCoConfig:  # Any: a YAML
-    """The block of the YAML with the flags in it; what is wrong with a flag's value names the flag."""
-    given = {option: value for option in OVERRIDES if (value := getattr(flags, option)) is not None}
+LARGEST = 100_000
+"""Layers; the planner goes through them one by one."""
+
+OF_THE_BLOCK = ("sync_period", "num_fragments", "overlap_steps", "partition")
+"""Flags that override options of `trainer.diloco`."""
+
+
+def _options(flags: argparse.Namespace, trainer: Mapping[str, Any]) -> DiLoCoConfig:  # Any: a YAML
+    """The block `trainer.diloco` with the flags over it, checked as a run checks it."""
     block = trainer.get("diloco", {})
+    given = {name: value for name in OF_THE_BLOCK if (value := getattr(flags, name)) is not None}
+    # A wire format or an outer optimizer may be somebody else's; ours are known, and would import the host.
+    load_plugins(others_only=True)
     try:
         return read_block({**block, **given} if isinstance(block, Mapping) else block)
     except OptionError as error:
-        said = str(error)
-        for option in given:
-            said = said.replace(f"{PATH}.{option}", f"--{option}")
-        raise BadInput(said) from error
+        sentence = str(error)
+        for name in given:
+            sentence = sentence.replace(f"{PATH}.{name} (", f"--{name} (")
+        raise OptionError(sentence) from error
 
 
 def load(path: str) -> Mapping[str, Any]:  # Any: a YAML
     """Reads a YAML file of options."""
-    # Here: --help does without it.
-    import yaml  # pyrefly: ignore[untyped-import]  it ships no types
-
     try:
         config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         refuse_duplicates(Path(path))
@@ -187,12 +197,13 @@ def _count(name: str, least: int) -> Callable[[str], int]:
     return convert
 
 
-def _size(flags: argparse.Namespace, config: Mapping[str, Any]) -> tuple[ModelSize, list[str]]:  # Any: a YAML
+def _size(flags: argparse.Namespace) -> tuple[ModelSize, list[str]]:
     by_hand = [name for name in ("params", "layers", "rest_params") if getattr(flags, name) is not None]
     if not by_hand and flags.config_path is None:
         raise BadInput("--config_path or --params is missing; --params 10e9 --layers 48 --step_seconds 0.8 works.")
     if not by_hand:
-        return size_of(config, flags.vocab_size), []
+        _check_step_seconds(flags)  # before the host is imported
+        return size_of(read_config(["--config_path", flags.config_path]), flags.vocab_size), []
     for name in ("params", "layers"):
         if name not in by_hand:
             raise BadInput(f"--{name} is missing, which --{by_hand[0]} needs: {BY_HAND}.")
@@ -201,17 +212,23 @@ def _size(flags: argparse.Namespace, config: Mapping[str, Any]) -> tuple[ModelSi
         raise BadInput(
             f"--rest_params ({rest:g}) must be below --params ({flags.params:g}); {flags.params / 10:g} works."
         )
+    _check_step_seconds(flags)
     notes = []
     if not rest:
         notes.append("All parameters are taken to lie in layers, so that fragment 0 is empty; see --rest_params.")
     return ModelSize(flags.layers, (flags.params - rest) / flags.layers, rest), notes
 
 
-def _check_fragments(num_fragments: int, num_layers: int, flags: argparse.Namespace) -> None:
-    """Refuses a P that fragments of layers cannot have: the config does not know the model."""
+def _check_step_seconds(flags: argparse.Namespace) -> None:
+    if flags.step_seconds is None:
+        raise BadInput("--step_seconds is missing: seconds of one inner step; --step_seconds 0.8 works.")
+
+
+def _check_fragments(flags: argparse.Namespace, num_fragments: int, num_layers: int) -> None:
+    """Refuses fragments of layers that do not fit the layers."""
     valid = valid_num_fragments(num_layers)
     if num_fragments not in valid:
-        name = f"{PATH}.num_fragments" if flags.num_fragments is None else "--num_fragments"
+        name = "--num_fragments" if flags.num_fragments is not None else f"{PATH}.num_fragments"
         raise BadInput(
             f"{name} ({num_fragments}) must be 1 more than a divisor of the {num_layers} layers; "
             f"{', '.join(map(str, valid))} work."
