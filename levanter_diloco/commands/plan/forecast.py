@@ -1,4 +1,4 @@
-"""What each way to train would make of a slow link: traffic, utilization, the rate it needs, and what we recommend.
+"""Forecast of each way to train over a slow link: traffic, utilization, the rate it needs, what we recommend.
 
 Figures come from `simulate`, over the schedule that the package runs. Besides what that module assumes:
 - An exchange in f32 is a ring: an island's link carries `2 * (K - 1) / K` of the payload, once for all of its hosts.

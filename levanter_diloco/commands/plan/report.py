@@ -1,4 +1,4 @@
-"""The plan in words, and as a plot."""
+"""Report of a plan, in words and as a plot."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
