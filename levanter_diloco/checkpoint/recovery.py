@@ -11,7 +11,7 @@ from levanter.checkpoint import _discover_checkpoint_paths_single, discover_chec
 
 from ..errors import PATH, DamagedCheckpoint, OptionError
 from ..options.config import OnDamagedCheckpoint
-from .compatibility import holds_islands
+from .codec import holds_islands
 from .integrity import check
 
 logger = logging.getLogger(__name__)

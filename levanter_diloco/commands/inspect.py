@@ -42,11 +42,13 @@ def report_of(path: str) -> dict[str, Any]:
         DamagedCheckpoint: If it is damaged.
     """
     from ..algorithm.schedule import Schedule
+    from ..checkpoint.codec import stored_facts
     from ..checkpoint.integrity import CHECKSUMS, check, checksum_of, read_array, stored_arrays
     from ..checkpoint.label import Label
 
     checksums, arrays, label = check(path), stored_arrays(path), Label.read(path)
-    facts = {name: int(read_array(path, f"layout/{name}")) for name in ("islands", *_SCHEDULE)}
+    facts = stored_facts(path)
+    facts = {name: facts[name] for name in ("islands", *_SCHEDULE)}
     schedule = Schedule(*(facts[name] for name in _SCHEDULE))
     step, settled = int(read_array(path, "step")), int(read_array(path, "settled"))
     parts: dict[str, dict[str, Any]] = {}

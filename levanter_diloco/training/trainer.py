@@ -19,7 +19,7 @@ from levanter.trainer_state import trainables_only
 from levanter.utils.types import ComputeLossFunction
 
 from ..checkpoint import orbax
-from ..checkpoint.compatibility import holds_islands
+from ..checkpoint.codec import holds_islands
 from ..checkpoint.loading import StateLoader
 from ..checkpoint.recovery import (
     checkpoint_to_resume,
