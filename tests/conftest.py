@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
@@ -15,14 +16,23 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def workplace(tmp_path_factory: pytest.TempPathFactory):
-    """The text for runs of the command, and their shared compile cache."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compile cache of a run of the tests, on disk, for all of its workers and the processes that they start."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory: pytest.TempPathFactory, compiled: Path):
+    """The text for runs of the command, and their compile cache."""
     from helpers.command_runs import Workplace  # here: only tests that run the command need what it imports
     from make_corpus import prepare
 
     root = tmp_path_factory.mktemp("workplace")
     prepare(root / "text")
-    return Workplace(root)
+    return Workplace(root, compiled)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,13 +46,13 @@ def forget_programs():
 
 
 @pytest.fixture(scope="module")
-def compile_cache(tmp_path_factory: pytest.TempPathFactory):
-    """Lets the many trainers of one file share what they compile; not for tests that look at what is compiled."""
+def compile_cache(compiled: Path):
+    """Lets the trainers of all files share what they compile; not for tests that look at what is compiled."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
     settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_compilation_cache_dir": str(compiled),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
