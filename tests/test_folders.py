@@ -190,3 +190,13 @@ def test_lower_folders_load_without_the_host():
     loaded = modules_after(f"import {', '.join(names)}")
     assert set(names) <= loaded
     assert "levanter" not in loaded
+
+
+def test_no_test_file_imports_another():
+    # What two of them need is in tests/helpers/.
+    tests = Path(__file__).parent
+    files = sorted(tests.rglob("test_*.py"))
+    assert Path(__file__) in files
+    for path in files:
+        names = {part for name in imported_by(path, []) for part in name.split(".")}
+        assert not names & {file.stem for file in files}, path.relative_to(tests)
