@@ -14,6 +14,47 @@ os.environ |= {
 
 import pytest
 
+TESTS = Path(__file__).parent
+
+LONGEST_FIRST = (
+    "main/test_train_lm.py",
+    "commands/compile/test_audit.py",
+    "main/test_kills.py",
+    "main/test_processes.py",
+    "training/test_resume.py",
+    "training/test_equivalence.py",
+    "islands/test_programs.py",
+    "checkpoint/test_relayout.py",
+    "training/test_participation.py",
+    "commands/bench/test_command.py",
+)
+"""Files of a minute or more. One that started last would leave the other worker idle for as long as it takes."""
+
+SLOW_SECONDS = 5.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Longest files first; all others, and the tests within a file, keep their order."""
+    rank = {name: place for place, name in enumerate(LONGEST_FIRST)}
+
+    def place(item: pytest.Item) -> int:
+        return rank.get(item.path.relative_to(TESTS).as_posix(), len(rank))
+
+    items.sort(key=place)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names the tests that should be marked `slow`: a report, as a busy machine must fail nobody."""
+    long = [
+        (report.duration, report.nodeid)
+        for report in terminalreporter.stats.get("passed", ())
+        if report.when == "call" and report.duration > SLOW_SECONDS and "slow" not in report.keywords
+    ]
+    if long:
+        terminalreporter.section(f"took more than {SLOW_SECONDS:.0f} s and are not marked slow")
+    for seconds, name in sorted(long, reverse=True):
+        terminalreporter.write_line(f"{seconds:.1f} s {name}")
+
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
