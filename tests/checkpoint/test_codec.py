@@ -87,6 +87,7 @@ def test_status_and_bytes_are_those_of_then(
         assert {name: int(x) for name, x in state.layout.items()} == stored_facts(str(old / f"step-{saved}"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", [5, 7])
 def test_run_goes_on_as_if_never_stopped(saved: int, old: Path, tmp_path: Path) -> None:
     whole = run(config(tmp_path / "whole"), SGD, toy(), BATCHES)[saved + 1 :]

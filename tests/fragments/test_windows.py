@@ -121,6 +121,7 @@ def test_run_resumes_with_the_outer_state_in_other_memory(
         assert_bit_equal(ours.state, theirs.state)
 
 
+@pytest.mark.slow
 def test_shares_that_have_crossed_in_part_are_dropped_where_there_are_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

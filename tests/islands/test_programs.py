@@ -136,6 +136,7 @@ def deep_loss(model: Toy, batch: dict, *, key: Any = None) -> Any:
     return hax.mean(embed + hax.sum(hax.square(model.layers.stacked.weight - batch["layers"]), ("entry", Deep)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("partition", "overlap", "num_programs"),
     [("layers", 0, 3), ("layers", 1, 3), ("layers", 2, 5), ("balanced", 0, 2), ("balanced", 2, 3)],

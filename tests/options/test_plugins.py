@@ -50,6 +50,7 @@ def load_plugins(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.slow
 def test_module_as_a_plugin_registers_by_being_imported(installed: Path) -> None:
     entries = installed / "outer_lion-1.0.dist-info" / "entry_points.txt"
     entries.write_text("[levanter.plugins]\nlion = outer_lion\n")

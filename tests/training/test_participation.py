@@ -281,6 +281,7 @@ def test_parameters_that_are_not_finite_are_found_though_the_loss_is(tmp_path: P
     assert np.isfinite(theta(steps[3])).all()
 
 
+@pytest.mark.slow
 def test_a_huge_outer_gradient_is_left_out_by_its_factor(tmp_path: Path) -> None:
     spoiled = {(3, 1): 1e4}
     for path, factor, left_out in (("off", None, 0), ("on", 10.0, 1), ("wide", 1e6, 0)):
