@@ -69,8 +69,8 @@ def test_one_island_that_is_copied_every_step_ends_at_the_stock_loss(tmp_path: P
 
 @pytest.mark.slow
 def islands_of(step: Any) -> Any:
-    """The islands without their weights, of which there is one for each fragment."""
-    return replace(step.state.islands, weights=None)
+    """The islands without their weights and status, of which there is one for each fragment."""
+    return replace(step.state.islands, weights=None, status=None)
 
 
 def test_fragments_synced_at_once_equal_vanilla(tmp_path: Path) -> None:
