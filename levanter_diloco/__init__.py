@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .islands.state import DiLoCoState as DiLoCoState
     from .network.link import LinkConfig as LinkConfig
     from .options.config import DiLoCoConfig as DiLoCoConfig
-    from .options.config import OuterOptimizerConfig as OuterOptimizerConfig
+    from .options.outer import OuterOptimizerConfig as OuterOptimizerConfig
     from .training.config import DiLoCoTrainerConfig as DiLoCoTrainerConfig
     from .training.trainer import DiLoCoTrainer as DiLoCoTrainer
 
@@ -36,7 +36,8 @@ _HOMES = {
     "fragments.partition": ("Partition",),
     "islands.state": ("DiLoCoState",),
     "network.link": ("LinkConfig",),
-    "options.config": ("DiLoCoConfig", "OuterOptimizerConfig"),
+    "options.config": ("DiLoCoConfig",),
+    "options.outer": ("OuterOptimizerConfig",),
     "training.config": ("DiLoCoTrainerConfig",),
     "training.trainer": ("DiLoCoTrainer",),
 }

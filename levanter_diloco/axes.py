@@ -1,4 +1,4 @@
-"""The island and the fragment axis, and trees with and without them."""
+"""The axes of islands and of fragments, and trees with and without them."""
 
 from typing import Any
 

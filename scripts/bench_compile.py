@@ -77,7 +77,8 @@ def main() -> None:
         size = sizes[fragments]
         ratios = f"{median / medians[first]:.2f}x the time, {size / sizes[first]:.2f}x the size"
         print(
-            f"  P = {fragments:<3d} {len(reports[fragments].programs)} programs: {median:.1f} s, {size / 1e6:.1f} MB, {ratios}"
+            f"  P = {fragments:<3d} {len(reports[fragments].programs)} programs: {median:.1f} s, "
+            f"{size / 1e6:.1f} MB, {ratios}"
         )
 
 

@@ -110,7 +110,7 @@ def kills(folder: Path, count: int, draw: random.Random) -> int:
     from make_corpus import prepare
 
     __import__(PROGRAMS["train_lm"])  # in this process alone
-    place, last = Workplace(folder), 4 * count + 5
+    place, last = Workplace(folder, folder / "compiled"), 4 * count + 5
     if not (folder / "text").exists():
         prepare(folder / "text")
 

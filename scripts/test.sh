@@ -4,4 +4,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh
 # A worker that dies ends the run: xdist, told to replace it, can wait forever for the tests that were its own.
-exec .venv/bin/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 "$@"
+# The files keep the order of tests/conftest.py, longest first; xdist's own puts those of few tests last, however long.
+exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 "$@"

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "checkpoint": ("errors", "axes", "algorithm", "options", "fragments", "islands"),
     "training": ("errors", "axes", "host", "algorithm", "options", "fragments", "islands", "checkpoint"),
     "plugin": ("options", "training"),
-    "main": ("errors", "console", "network", "options", "fragments", "training"),
+    "main": ("errors", "console", "axes", "network", "options", "fragments", "training"),
     "commands": (
         *("errors", "console", "host", "network", "algorithm", "options", "islands", "checkpoint", "training", "main"),
     ),
@@ -166,6 +166,12 @@ def test_help_of_the_command_needs_neither_jax_nor_the_host():
     assert not loaded & {"jax", "levanter", "haliax"}
 
 
+def test_options_need_neither_jax_nor_the_host():
+    loaded = modules_after("import levanter_diloco.options.config")
+    assert "levanter_diloco.options.outer" in loaded
+    assert not loaded & {"jax", "jaxlib", "levanter", "haliax", "optax", "equinox"}
+
+
 def test_plan_needs_neither_jax_nor_the_host():
     flags = "'plan', '--params', '10e9', '--layers', '48', '--step_seconds', '0.8', '--rate', '10gbit', '--json'"
     loaded = modules_after(f"import levanter_diloco.cli as cli; cli.main([{flags}])")
@@ -184,3 +190,13 @@ def test_lower_folders_load_without_the_host():
     loaded = modules_after(f"import {', '.join(names)}")
     assert set(names) <= loaded
     assert "levanter" not in loaded
+
+
+def test_no_test_file_imports_another():
+    # What two of them need is in tests/helpers/.
+    tests = Path(__file__).parent
+    files = sorted(tests.rglob("test_*.py"))
+    assert Path(__file__) in files
+    for path in files:
+        names = {part for name in imported_by(path, []) for part in name.split(".")}
+        assert not names & {file.stem for file in files}, path.relative_to(tests)

@@ -1,4 +1,4 @@
-"""The inner optimizer's state of an island that starts anew in the middle of a run."""
+"""Inner moments: the inner optimizer's state of an island that starts anew in the middle of a run."""
 
 import jax
 import optax

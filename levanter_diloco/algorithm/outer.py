@@ -41,7 +41,7 @@ def island_gradients(outer: Params, islands: Params) -> Params:
 def outer_gradient(gradients: Params, weights: NamedArray | None = None, Island: AxisSelector = ISLAND) -> Params:
     """Mean of the islands' outer gradients: `Delta = sum_k(w_k * Delta_k) / sum_k(w_k)`, in f32 [DiLoCo].
 
-    The definition. On a mesh, `exchange.Exchange.mean` computes it with one exchange.
+    The definition. On a mesh, `all_reduce.AllReduce.mean` computes it with one exchange.
 
     Args:
         gradients: Delta_k, axes `{diloco, ...}`.

@@ -1,4 +1,4 @@
-"""Who trains at a step, and with which weight each island takes part in a sync: arithmetic on the step count."""
+"""Participation: who trains at a step, and each island's weight in a sync, as arithmetic on the step count."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""When each fragment is captured, reduced and merged: integer arithmetic on the step count."""
+"""Sync schedule: when each fragment is captured, reduced and merged, as integer arithmetic on the step count."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """The checksum of an array: a sum over its elements, modulo 2^32, of a hash of each one's bits and position.
 
 An element counts with its position in the whole array, so the checksum depends neither on how the array is sharded nor
-on what adds it up: the devices that hold it, or a host that has read a chunk of it.
+on what adds it up: the devices that hold it, or a host that has read a chunk of it. An element of 64 bits counts as
+two, its low and its high word, along one more axis.
 """
 
 import functools
@@ -22,6 +23,8 @@ BLOCK = 2**16
 
 def sum_on_host(values: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> np.uint32:
     """The part in an array's checksum of `values`, which lie at `start` in it."""
+    if values.dtype.itemsize == 8:
+        return sum_on_host(_words(values), [*start, 0], [*shape, 2])
     if values.size <= BLOCK:
         size = values.dtype.itemsize
         bits = np.atleast_1d(values).view(f"u{size}").astype(np.uint32)
@@ -36,6 +39,8 @@ def sum_on_host(values: np.ndarray, start: Sequence[int], shape: Sequence[int]) 
 
 def device_sums(x: Any, mesh: Mesh) -> UInt32[Array, " devices"]:  # Any: a jax or numpy array
     """What each device of the mesh adds up of `x`, apart from the others; of copies, one counts."""
+    if isinstance(x, np.ndarray) and x.dtype.itemsize == 8:  # jax would cut them to 32 bits
+        x = _words(x)
     where = getattr(x, "sharding", None)
     if not isinstance(where, NamedSharding) or where.mesh != mesh:
         x = jax.device_put(np.asarray(x), NamedSharding(mesh, PartitionSpec()))
@@ -52,15 +57,24 @@ def sums_of_shards(x: Array, mesh: Mesh, spec: PartitionSpec) -> UInt32[Array, "
     copies = tuple(name for name in mesh.axis_names if name not in itertools.chain(*axes))
 
     def own(shard: Array) -> UInt32[Array, "1"]:
-        start = [jax.lax.axis_index(own) * n if own else 0 for own, n in zip(axes, shard.shape, strict=True)]
-        unsigned = jnp.dtype(f"u{shard.dtype.itemsize}")
+        start: list = [jax.lax.axis_index(own) * n if own else 0 for own, n in zip(axes, shard.shape, strict=True)]
+        wide = shard.dtype.itemsize == 8
+        unsigned = jnp.dtype("u4" if wide else f"u{shard.dtype.itemsize}")
         bits = shard.astype(jnp.uint8) if shard.dtype == bool else jax.lax.bitcast_convert_type(shard, unsigned)
-        value = _mixed(jnp, jnp.atleast_1d(bits.astype(jnp.uint32)), start or (0,), shape or (1,))
+        whole = shape
+        if wide:  # a bitcast to narrower elements adds an axis, the low word first
+            start, whole = [*start, 0], (*shape, 2)
+        value = _mixed(jnp, jnp.atleast_1d(bits.astype(jnp.uint32)), start or (0,), whole or (1,))
         first = jax.lax.axis_index(copies) == 0 if copies else True
         return jnp.where(first, value, jnp.uint32(0))[None]
 
     everywhere = PartitionSpec(mesh.axis_names)
     return jax.shard_map(own, mesh=mesh, in_specs=spec, out_specs=everywhere, check_vma=False)(x)
+
+
+def _words(values: np.ndarray) -> np.ndarray:
+    """Elements of 64 bits as their low and high words, along a last axis."""
+    return np.ascontiguousarray(values).reshape(*values.shape, 1).view("<u4")
 
 
 def _mixed(xp: ModuleType, bits: Any, start: Sequence[Any], shape: Sequence[int]) -> Any:  # Any: of numpy or jax

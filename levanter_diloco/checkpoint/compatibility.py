@@ -1,35 +1,14 @@
-"""What a checkpoint says of itself before it is loaded: its layout, and whether its arrays are those of a run."""
-
-from collections.abc import Mapping
-from typing import Any
+"""Compatibility of a checkpoint with a run: whether its arrays are those of the model and of the optimizers."""
 
 import jax
-import jax.numpy as jnp
 from haliax.util import is_named_array
-from jax import ShapeDtypeStruct
 from jaxtyping import PyTree
-from levanter.checkpoint import load_checkpoint
 from levanter.utils.jax_utils import leaf_key_paths
 
 from ..axes import Params
 from ..errors import PATH, ModelError, OptionError
 from ..islands.state import DiLoCoState
 from .integrity import stored_arrays
-
-SCHEDULE = "schedule/"
-
-
-def holds_islands(path: str) -> bool:
-    """Whether the checkpoint at `path` is one of a DiLoCo run; a stock one of Levanter is not."""
-    return "schedule/islands" in stored_arrays(path)
-
-
-def stored_facts(path: str) -> dict[str, int]:
-    """The layout in which the checkpoint at `path` was written."""
-    names = [name.removeprefix(SCHEDULE) for name in stored_arrays(path) if name.startswith(SCHEDULE)]
-    template = {name: ShapeDtypeStruct((), jnp.int32) for name in names}
-    arrays: Mapping[str, Any] = load_checkpoint(template, path, subpath="schedule")  # Any: arrays for structs
-    return {name: int(value) for name, value in arrays.items()}
 
 
 def check_model(path: str, params: Params, *, partial: bool = False) -> None:

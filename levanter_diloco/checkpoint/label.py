@@ -14,7 +14,8 @@ from jaxtyping import PyTree
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from rigging.filesystem.storage_path import StoragePath, prefix_join
 
-from ..options.config import DiLoCoConfig, NesterovConfig
+from ..options.config import DiLoCoConfig
+from ..options.outer import NesterovConfig
 
 LABEL = "diloco.json"
 

@@ -19,11 +19,16 @@ from jaxtyping import PRNGKeyArray, PyTree
 from levanter.checkpoint import load_checkpoint, load_checkpoint_or_initialize
 from levanter.trainer_state import TrainerState, saveable_training_mask, trainables_only
 
+from ..algorithm.codecs import wire_format
+from ..algorithm.wire import wire_names
 from ..axes import ISLAND, Params, without_island
+from ..fragments.partition import Place
 from ..islands.layout import InFlight, Layout, explain
 from ..islands.state import DiLoCoState, island_state
 from ..islands.sync import Sync
-from .compatibility import check_model, check_optimizers, holds_islands, stored_facts
+from .codec import holds_islands, in_checkpoint, is_old, stored_facts, upgraded
+from .compatibility import check_model, check_optimizers
+from .label import Label
 from .relayout import carry_over, check_recut
 
 logger = logging.getLogger(__name__)
@@ -65,7 +70,7 @@ class StateLoader:
             [path],
             axis_mapping=stored._mapping,
             mesh=self.sync.placement.mesh,
-            is_checkpointed=saveable_training_mask(shapes, is_trainable),
+            is_checkpointed=in_checkpoint(path, saveable_training_mask(shapes, is_trainable)),
             do_load=True,
             allow_partial=self.allow_partial,
         )
@@ -90,8 +95,10 @@ class StateLoader:
             self._check_model(path, state.theta)
             template = eqx.filter_eval_shape(lambda state: stored._of(self._host_state(state)), state)
             self._check_optimizers(path, template)
-            loaded = load_checkpoint(template, path, axis_mapping=stored._mapping, mesh=mesh)
-            adopted = self._carried(loaded, stored, path)
+            kept, later = eqx.partition(template, in_checkpoint(path, jax.tree.map(lambda _: True, template)))
+            loaded = load_checkpoint(kept, path, axis_mapping=stored._mapping, mesh=mesh)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), eqx.filter(later, _is_shape))
+            adopted = self._carried(eqx.combine(loaded, zeros, later), stored, path)
         else:
             template = eqx.filter_eval_shape(self._host_state, state)
             adopted = self.spread(load_checkpoint(template, path, axis_mapping=self._mapping, mesh=mesh))
@@ -122,6 +129,8 @@ class StateLoader:
     def _carried(self, loaded: DiLoCoState, stored: "StateLoader", path: str) -> DiLoCoState:
         """Places a state of the stored layout, as it is if that is this run's, else carried over to this run's."""
         before, after = stored.layout, self.layout
+        if is_old(path):
+            loaded = upgraded(loaded, before.facts, stored._sent_by_count(loaded, path))
         if before.facts == after.facts:
             return self._place(lambda state: state, loaded)
         if before.partition != after.partition:
@@ -140,6 +149,17 @@ class StateLoader:
             return carry_over(old, new, before, after, stored.sync, in_flight, active)
 
         return self._place(carry, loaded)
+
+    def _sent_by_count(self, state: DiLoCoState, path: str) -> int:
+        """Bytes that an island has sent by the outer steps in `state`, at the price of the wire in the label."""
+        sync, label = self.sync, Label.read(path)
+        if label is not None and label.diloco["wire"] in wire_names():
+            wire = wire_format(label.diloco["wire"], label.diloco["wire_block"], stochastic=False)
+            sync = dataclasses.replace(sync, all_reduce=dataclasses.replace(sync.all_reduce, wire=wire))
+        prices: list[int] = []
+        for part, count in sync.partition.parts.items():
+            prices += [sync.payload_bytes(eqx.filter_eval_shape(sync.displacement, state, Place(part, 0)))] * count
+        return sum(price * steps for price, steps in zip(prices, state.outer_steps.tolist(), strict=True))
 
     def _fresh(self, is_trainable: PyTree, model_init: Callable[[], PyTree], key: PRNGKeyArray) -> DiLoCoState:
         model = model_init()
@@ -165,10 +185,14 @@ class StateLoader:
         self, make: Callable[..., DiLoCoState], *args: PyTree
     ) -> tuple[PyTree, PyTree, list[NamedSharding]]:
         """What `make` returns, as shapes and the rest, and the shapes' shardings."""
-        shapes, static = eqx.partition(eqx.filter_eval_shape(make, *args), lambda x: isinstance(x, ShapeDtypeStruct))
+        shapes, static = eqx.partition(eqx.filter_eval_shape(make, *args), _is_shape)
         return shapes, static, self.sync.placement.shardings(shapes)
 
     def _host_state(self, state: DiLoCoState) -> TrainerState:
         """The state of a host trainer with one island's arrays: the structure of a stock checkpoint."""
         island = jax.tree.map(without_island, jax.tree.map(lambda x: x[0], state.islands), is_leaf=is_named_array)
         return island_state(state, island, state.model, self.sync.inner_optimizer, state.step)
+
+
+def _is_shape(x: object) -> bool:
+    return isinstance(x, ShapeDtypeStruct)

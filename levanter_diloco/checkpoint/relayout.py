@@ -69,6 +69,7 @@ def carry_over(
         residual=residual,
         active=now_active,
         outer_steps=outer_steps,
+        sent_bytes=old.sent_bytes,
     )
 
 

@@ -1,4 +1,4 @@
-"""How a fragment is cut for an exchange: what each device sends of it, piece by piece."""
+"""Buckets of a fragment for its all-reduce: what each device sends as one vector, piece by piece."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +19,11 @@ SMALL = 2**16
 
 
 @dataclass(frozen=True)
-class Cut:
+class Bucket:
     """Leaves that cross as one vector.
 
     A large leaf crosses by itself, small ones are joined. Leaves that are replicated inside an island are joined
-    too, and cut among their copies, so that an island never sends the same element twice. Methods run in a fully
+    too, and split among their copies, so that an island never sends the same element twice. Methods run in a fully
     manual shard_map, on the shards of this device with a leading axis of islands.
     """
 
@@ -50,8 +50,8 @@ class Cut:
         return -(-sum(map(prod, self.shapes)) // (self.num_shares * self.num_copies * self.num_pieces))
 
     @property
-    def share(self) -> "Cut":
-        """The same cut of one share alone."""
+    def share(self) -> "Bucket":
+        """The same bucket of one share alone."""
         shapes = tuple(self._share_of(*leaf) for leaf in zip(self.shapes, self.split, strict=True))
         return replace(self, shapes=shapes, num_shares=1)
 
@@ -95,10 +95,10 @@ class Cut:
         return tuple(size // self.num_shares if i == axis else size for i, size in enumerate(shape))
 
 
-def cuts_of(
+def buckets_of(
     leaves: Sequence[tuple[Axis, ...]], mesh: Mesh, mapping: ResourceMapping, num_pieces: int, sharded: bool
-) -> Iterator[Cut]:
-    """Yields the cuts of a fragment.
+) -> Iterator[Bucket]:
+    """Yields the buckets of a fragment.
 
     Args:
         leaves: Axes of each leaf, the islands left out.
@@ -117,7 +117,7 @@ def cuts_of(
     groups = [tuple(i for i in joined if kinds[i] == kind) for kind in sorted({kinds[i] for i in joined})]
     for group in [(i,) for i in alone] + groups:
         axes, is_split = kinds[group[0]]
-        yield Cut(
+        yield Bucket(
             leaves=group,
             shapes=tuple(shapes[i] for i in group),
             copies=axes,
@@ -128,11 +128,11 @@ def cuts_of(
         )
 
 
-def put_all(cuts: list[Cut], shards: list[Array], piece: IntScalar, values: list[Array]) -> list[Array]:
-    """Returns `shards` with a piece of each cut replaced."""
+def put_all(buckets: list[Bucket], shards: list[Array], piece: IntScalar, values: list[Array]) -> list[Array]:
+    """Returns `shards` with a piece of each bucket replaced."""
     out = list(shards)
-    for cut, value in zip(cuts, values, strict=True):
-        for i, x in zip(cut.leaves, cut.put(shards, piece, value), strict=True):
+    for bucket, value in zip(buckets, values, strict=True):
+        for i, x in zip(bucket.leaves, bucket.put(shards, piece, value), strict=True):
             out[i] = x
     return out
 

@@ -1,4 +1,4 @@
-"""What shapes a state and its events, as a run has it and as a checkpoint stores it."""
+"""The layout of a state: what shapes it and its events, as a run has it and as a checkpoint stores it."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class IslandLayout:
+class IslandCounts:
     """Islands in a slice, across slices, and on one slot of the mesh axis `diloco`."""
 
     ici: int
@@ -36,7 +36,7 @@ class IslandLayout:
         return self.num_slots * self.per_slot
 
 
-def resolve_islands(diloco: DiLoCoConfig, mesh: MeshConfig, num_devices: int, num_slices: int) -> IslandLayout:
+def resolve_islands(diloco: DiLoCoConfig, mesh: MeshConfig, num_devices: int, num_slices: int) -> IslandCounts:
     """Settles the island counts from the options, the user's own mesh and the devices.
 
     Raises:
@@ -59,17 +59,17 @@ def resolve_islands(diloco: DiLoCoConfig, mesh: MeshConfig, num_devices: int, nu
             unit = "devices of a slice" if option == "ici_islands" else "slices"
             works = f"1 with {PATH}.islands_per_slot: {count} (islands that share devices)"
             raise option_error(option, count, f"divide the {available} {unit}", works)
-    layout = IslandLayout(ici, dcn, diloco.islands_per_slot)
-    if inferred and layout.num_islands == 1:
+    islands = IslandCounts(ici, dcn, diloco.islands_per_slot)
+    if inferred and islands.num_islands == 1:
         logger.warning(
             f"{PATH}: -1 resolved to a SINGLE island on {num_devices} devices in {num_slices} slice(s): nothing will "
             f"be exchanged. For more, set {PATH}.ici_islands: 2 (islands inside a slice) or {PATH}.islands_per_slot: "
             f"2 (islands that share devices), or run on several slices. {PATH}.dcn_islands: 1 says that one is meant."
         )
-    return layout
+    return islands
 
 
-def island_mesh(mesh: MeshConfig, layout: IslandLayout, num_devices: int, num_slices: int) -> Mesh:
+def island_mesh(mesh: MeshConfig, islands: IslandCounts, num_devices: int, num_slices: int) -> Mesh:
     """Builds the host's mesh with `diloco` as its first axis, so that islands never interleave.
 
     Raises:
@@ -78,13 +78,13 @@ def island_mesh(mesh: MeshConfig, layout: IslandLayout, num_devices: int, num_sl
     without = {name: size for name, size in mesh.axes.items() if name != ISLAND}
     dcn_without = {name: size for name, size in mesh.dcn_axes.items() if name != ISLAND}
     sized = dataclasses.replace(
-        mesh, axes={**without, ISLAND: layout.ici}, dcn_axes={**dcn_without, DCN_ISLAND: layout.dcn}
+        mesh, axes={**without, ISLAND: islands.ici}, dcn_axes={**dcn_without, DCN_ISLAND: islands.dcn}
     )
     try:
         ici, dcn = sized.axis_shapes(num_devices, num_slices)
     except ValueError as error:
         rule = f"leave devices for trainer.mesh.axes ({dict(without)}): {error}"
-        raise option_error("ici_islands", layout.ici, rule, "trainer.mesh.axes: {data: -1}") from error
+        raise option_error("ici_islands", islands.ici, rule, "trainer.mesh.axes: {data: -1}") from error
     # Outermost on either side, or islands of several slices would interleave.
     host_mesh = create_mesh_from_axis_specs(
         ici_axes={ISLAND: ici.pop(ISLAND), **ici}, dcn_axes={DCN_ISLAND: dcn.pop(DCN_ISLAND), **dcn}
@@ -92,7 +92,7 @@ def island_mesh(mesh: MeshConfig, layout: IslandLayout, num_devices: int, num_sl
     names = [name for name in host_mesh.axis_names if name not in (ISLAND, DCN_ISLAND)]
     order = [host_mesh.axis_names.index(name) for name in (DCN_ISLAND, ISLAND, *names)]
     devices = host_mesh.devices.transpose(order)
-    return Mesh(devices.reshape(layout.num_slots, *devices.shape[2:]), (ISLAND, *names))
+    return Mesh(devices.reshape(islands.num_slots, *devices.shape[2:]), (ISLAND, *names))
 
 
 def _check_sizes(path: str, axes: Mapping[str, int | None]) -> None:

@@ -1,4 +1,4 @@
-"""Where every array of the training state lies: on which devices, and in which memory."""
+"""The placement of the training state: on which devices every array lies, and in which memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree
 from ..axes import ISLAND, Params
 from ..errors import option_error
 from ..options.config import OuterMemory
-from .buckets import cuts_of, put_all, share_axis, share_spec
+from .buckets import buckets_of, put_all, share_axis, share_spec
 from .state import DiLoCoState
 
 MODEL, OPT_STATE, CROSSED, ISLANDS = map(GetAttrKey, ("model", "opt_state", "crossed", "islands"))
@@ -98,13 +98,21 @@ class Placement:
 
         def whole(shards: list[Array], leaves: list[tuple[Axis, ...]]) -> list[Array]:
             out = shards = [x[None] for x in shards]
-            for cut in cuts_of(leaves, self.mesh, self.mapping, num_pieces=1, sharded=True):
-                if cut.num_shares > 1:
-                    gathered = jax.lax.all_gather(cut.share.take(shards, 0), ISLAND, axis=1, tiled=True)
-                    out = put_all([cut], out, 0, [gathered])
+            for bucket in buckets_of(leaves, self.mesh, self.mapping, num_pieces=1, sharded=True):
+                if bucket.num_shares > 1:
+                    gathered = jax.lax.all_gather(bucket.share.take(shards, 0), ISLAND, axis=1, tiled=True)
+                    out = put_all([bucket], out, 0, [gathered])
             return [x[0] for x in out]
 
         return self._mapped(whole, outer, self._share, self._all) if self.sharded else outer
+
+    def everywhere(self, x: Array) -> Array:
+        """Returns `x`, which every device has, and keeps it so.
+
+        Else XLA would let each slot compute its islands' share of it, for that is all that a state holds there, and
+        gather the shares for a report: an exchange more.
+        """
+        return jax.lax.with_sharding_constraint(x, self._on("device", PartitionSpec()))
 
     def _check_shares(self, opt_state: PyTree) -> None:
         arrays = [x for x in jax.tree.leaves(opt_state, is_leaf=is_named_array) if is_named_array(x)]

@@ -1,12 +1,11 @@
-"""Compiled programs on the training state.
+"""The compiled programs of a run, on its training state.
 
-The inner step, and the inner step with an exchange: one for each part of the partition, the fragment's index
+The inner step, and the inner step with a reduce: one for each part of the partition, the fragment's index
 traced, and where fragments cross in several pieces another one for the last. Which one runs is host arithmetic,
 so no program holds a branch, and their number does not grow with P.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Literal, NamedTuple
@@ -28,12 +27,12 @@ from .inner import InnerReport, inner_step
 from .state import DiLoCoState
 from .sync import Sync, SyncReport
 
-Kind = Literal["keep", "merge", "whole"]
-"""A method of `Sync` on a fragment, beside `cross`."""
+Verb = Literal["capture", "merge", "sync"]
+"""A method of `Sync` on a fragment, apart from an inner step."""
 
 Weights = Float[np.ndarray, " K"]
 
-KINDS_OF_OVERLAP: tuple[Kind, ...] = ("keep", "merge")
+VERBS_OF_OVERLAP: tuple[Verb, ...] = ("capture", "merge")
 
 
 class StepProgram(NamedTuple):
@@ -70,8 +69,14 @@ class Programs:
         everywhere, own = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((), (ISLAND,)))
         self._inner_shardings, self._sync_shardings = (
             InnerReport(own, own, own),
-            SyncReport(own, everywhere, everywhere, everywhere),
+            SyncReport(own, everywhere, everywhere, everywhere, everywhere),
         )
+        # Caches of this object, not of its class, which would keep every run's programs until the process ends.
+        self._step_program = cache(self._build_step)
+        self._verb_program = cache(self._build_verb)
+        self._reduce_program = cache(self._build_reduce)
+        self._restart_program = cache(self._build_restart)
+        self._mark_settled_program = cache(self._build_mark_settled)
 
     def step(
         self, state: DiLoCoState, batch: PyTree, *, crossing: Crossing | None, weights: Weights | None, hooks: bool
@@ -103,34 +108,36 @@ class Programs:
                 runs = count if crossing.last else count * (pieces - 1)
                 step = partial(self.trace_step, state, batch, crossing=crossing)
                 yield StepProgram(f"inner + {name} {part}", runs, crossing, step)
-            for kind in KINDS_OF_OVERLAP if overlaps else ():
+            for verb in VERBS_OF_OVERLAP if overlaps else ():
                 args = self._leaves(state), np.int32(0), self._all_alike(state)
-                verb = partial(self._sync_program(kind, part).trace, *args)
-                yield StepProgram(f"{kind} {part}", count, None, verb)
+                trace = partial(self._verb_program(verb, part).trace, *args)
+                yield StepProgram(f"{verb} {part}", count, None, trace)
             fragment += count
 
     def apply(
-        self, kind: Kind, state: DiLoCoState, fragment: int, weights: Weights | None = None
+        self, verb: Verb, state: DiLoCoState, fragment: int, weights: Weights | None = None
     ) -> tuple[DiLoCoState, SyncReport | None]:
         """Runs one verb of the sync on `fragment`, apart from an inner step; `weights` for one that captures it."""
         part, index = self._place(fragment)
         weights = self._all_alike(state) if weights is None else weights
-        leaves, report = self._sync_program(kind, part)(self._leaves(state), index, weights)
+        leaves, report = self._verb_program(verb, part)(self._leaves(state), index, weights)
         return self._state(leaves), report
 
-    def cross(self, state: DiLoCoState, crossing: Crossing) -> tuple[DiLoCoState, SyncReport | None]:
-        """Lets a piece cross apart from an inner step."""
+    def reduce_and_step(self, state: DiLoCoState, crossing: Crossing) -> tuple[DiLoCoState, SyncReport | None]:
+        """Lets a piece cross apart from an inner step; with the last one its fragment takes the outer step."""
         part, index = self._place(crossing.fragment)
-        leaves, report = self._cross_program(part, crossing.last)(self._leaves(state), index, np.int32(crossing.piece))
+        leaves, report = self._reduce_program(part, crossing.last)(
+            self._leaves(state), index, np.int32(crossing.piece)
+        )
         return self._state(leaves), report
 
-    def seed(self, state: DiLoCoState, chosen: Bool[np.ndarray, " K"], active: int, *, copied: bool) -> DiLoCoState:
+    def restart(self, state: DiLoCoState, chosen: Bool[np.ndarray, " K"], active: int, *, copied: bool) -> DiLoCoState:
         """Lets the chosen islands start anew from Theta; `active` islands train from now on."""
-        return self._state(self._seed_program(copied)(self._leaves(state), chosen, np.int32(active)))
+        return self._state(self._restart_program(copied)(self._leaves(state), chosen, np.int32(active)))
 
-    def settle(self, state: DiLoCoState) -> DiLoCoState:
+    def mark_settled(self, state: DiLoCoState) -> DiLoCoState:
         """Notes that no capture up to this step has an event left."""
-        return self._state(self._settle_program(self._leaves(state)))
+        return self._state(self._mark_settled_program()(self._leaves(state)))
 
     def _step_call(
         self, state: DiLoCoState, batch: PyTree, crossing: Crossing | None, weights: Weights | None, hooks: bool
@@ -158,8 +165,7 @@ class Programs:
     def _state(self, leaves: list[jax.Array]) -> DiLoCoState:
         return eqx.combine(self._treedef.unflatten(leaves), self._static)
 
-    @cache  # noqa: B019  as long-lived as the run
-    def _step_program(self, part: str | None, last: bool, hooks: bool) -> jax.stages.Wrapped:
+    def _build_step(self, part: str | None, last: bool, hooks: bool) -> jax.stages.Wrapped:
         def step(
             leaves: list[jax.Array],
             batch: PyTree,
@@ -170,66 +176,62 @@ class Programs:
         ) -> tuple[list[jax.Array], InnerReport, SyncReport | None]:
             state, batch = self._state(leaves), hashable_combine(batch, static)
             place = None if part is None else Place(part, index)
-            report = exchanged = None
+            report = reduced = None
             with hax.axis_mapping(self._mapping):
                 if place is not None and state.captured is not None:
                     # Ahead of forward and backward and unread by them: the exchange may take the whole step.
-                    exchanged = self._sync.reduce_kept(state, place, piece)
+                    reduced = self._sync.reduce(state, place, piece)
                 islands, inner = inner_step(
                     self._trainer, state, batch, islands_per_slot=self._islands_per_slot, hooks=hooks
                 )
-                islands = self._sync.watch(islands, inner.loss)
+                islands = self._sync.guard.note_losses(islands, inner.loss)
                 state = dataclasses.replace(state, islands=islands, step=state.step + 1)
-                if place is not None and exchanged is not None:
-                    state, report = self._sync.arrive(state, place, exchanged, last)
+                if place is not None and reduced is not None:
+                    state, report = self._sync.outer_step(state, place, reduced, last)
                 elif place is not None:
-                    state, report = self._sync.whole(state, place, weights)
+                    state, report = self._sync.sync(state, place, weights)
             return self._leaves(state), inner, report
 
         reports = self._sync_shardings if part is not None and last else None
         out_shardings = (self._state_shardings, self._inner_shardings, reports)
         return jax.jit(step, donate_argnums=0, static_argnums=5, out_shardings=out_shardings)
 
-    @cache  # noqa: B019
-    def _sync_program(self, kind: Kind, part: str) -> jax.stages.Wrapped:
+    def _build_verb(self, verb: Verb, part: str) -> jax.stages.Wrapped:
         def apply(
             leaves: list[jax.Array], index: IntScalar, weights: Float[Array, " K"]
         ) -> tuple[list[jax.Array], SyncReport | None]:
-            args = (weights,) if kind in ("keep", "whole") else ()
+            args = () if verb == "merge" else (weights,)
             with hax.axis_mapping(self._mapping):
-                out = getattr(self._sync, kind)(self._state(leaves), Place(part, index), *args)
-            state, report = out if kind == "whole" else (out, None)
+                out = getattr(self._sync, verb)(self._state(leaves), Place(part, index), *args)
+            state, report = out if verb == "sync" else (out, None)
             return self._leaves(state), report
 
-        out_shardings = (self._state_shardings, self._sync_shardings if kind == "whole" else None)
+        out_shardings = (self._state_shardings, self._sync_shardings if verb == "sync" else None)
         return jax.jit(apply, donate_argnums=0, out_shardings=out_shardings)
 
-    @cache  # noqa: B019
-    def _cross_program(self, part: str, last: bool) -> jax.stages.Wrapped:
-        def cross(
+    def _build_reduce(self, part: str, last: bool) -> jax.stages.Wrapped:
+        def reduce(
             leaves: list[jax.Array], index: IntScalar, piece: IntScalar
         ) -> tuple[list[jax.Array], SyncReport | None]:
             with hax.axis_mapping(self._mapping):
-                state, report = self._sync.cross(self._state(leaves), Place(part, index), piece, last)
+                state, report = self._sync.reduce_and_step(self._state(leaves), Place(part, index), piece, last)
             return self._leaves(state), report
 
         out_shardings = (self._state_shardings, self._sync_shardings if last else None)
-        return jax.jit(cross, donate_argnums=0, out_shardings=out_shardings)
+        return jax.jit(reduce, donate_argnums=0, out_shardings=out_shardings)
 
-    @cache  # noqa: B019
-    def _seed_program(self, copied: bool) -> jax.stages.Wrapped:
-        def seed(leaves: list[jax.Array], chosen: Bool[Array, " K"], active: IntScalar) -> list[jax.Array]:
+    def _build_restart(self, copied: bool) -> jax.stages.Wrapped:
+        def restart(leaves: list[jax.Array], chosen: Bool[Array, " K"], active: IntScalar) -> list[jax.Array]:
             with hax.axis_mapping(self._mapping):
-                return self._leaves(self._sync.seed(self._state(leaves), chosen, active, copied))
+                return self._leaves(self._sync.restart(self._state(leaves), chosen, active, copied))
 
-        return jax.jit(seed, donate_argnums=0, out_shardings=self._state_shardings)
+        return jax.jit(restart, donate_argnums=0, out_shardings=self._state_shardings)
 
-    @functools.cached_property
-    def _settle_program(self) -> jax.stages.Wrapped:
-        def settle(leaves: list[jax.Array]) -> list[jax.Array]:
-            return self._leaves(self._sync.settle(self._state(leaves)))
+    def _build_mark_settled(self) -> jax.stages.Wrapped:
+        def mark_settled(leaves: list[jax.Array]) -> list[jax.Array]:
+            return self._leaves(self._sync.mark_settled(self._state(leaves)))
 
-        return jax.jit(settle, donate_argnums=0, out_shardings=self._state_shardings)
+        return jax.jit(mark_settled, donate_argnums=0, out_shardings=self._state_shardings)
 
 
 def _is_array(x: object) -> bool:

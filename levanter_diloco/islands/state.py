@@ -1,6 +1,7 @@
 """The training state: a Levanter `TrainerState` of the outer model, plus what the islands hold."""
 
 import dataclasses
+from enum import IntEnum
 
 import equinox as eqx
 import haliax as hax
@@ -10,7 +11,7 @@ import optax
 from haliax import Axis
 from haliax.types import IntScalar
 from haliax.util import is_named_array
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, Int, Int8, PRNGKeyArray, PyTree
 from levanter.callbacks import StepInfo
 from levanter.trainer_state import TrainerState, make_floating_point_trainable_filter, trainables_only
 from levanter.utils.jax_utils import move_tree_to_memory_kind
@@ -18,7 +19,21 @@ from levanter.utils.tree_utils import inference_mode
 
 from ..axes import FRAGMENT, ISLAND, Params, broadcast
 from ..fragments.windows import on_device
+from .byte_count import Words, words_of
 from .layout import Layout
+
+
+class Status(IntEnum):
+    """What became of an island in the sync of a fragment."""
+
+    COUNTED = 0
+    """It counts with its weight, which is 0 where it was absent or its outer gradient was lost."""
+
+    LEFT_OUT = 1
+    """The guard left it out, and it has not started anew since."""
+
+    RESTARTED = 2
+    """The guard left it out of this sync or of one under way with it, and it has started anew since."""
 
 
 class Islands(eqx.Module):
@@ -34,10 +49,28 @@ class Islands(eqx.Module):
     """The island's own random stream."""
 
     failed: Int[Array, " K"]
-    """1 if the guard has seen a loss that is not finite since the island was last seeded; the host loads no bool."""
+    """1 if the guard has seen a loss that is not finite since the island last started anew; the host loads no bool."""
 
     weights: Float[Array, "K P"]
-    """The island's weight in the latest sync of each fragment, fixed at its capture; below 0 where left out."""
+    """The island's weight in the latest sync of each fragment, fixed at its capture; 0 where it is not in the mean."""
+
+    status: Int8[Array, "K P"]
+    """Its `Status` in that sync."""
+
+    @classmethod
+    def copies_of(cls, host: TrainerState, layout: Layout) -> "Islands":
+        """Islands that are all copies of a state of the host, but for a random stream that each has of its own."""
+        num_islands, num_fragments = layout.num_islands, layout.diloco.num_fragments
+        Island, key = Axis(ISLAND, num_islands), host.training_key
+        return cls(
+            params=broadcast(trainables_only(host.model, host.is_trainable), Island),
+            opt_state=broadcast(host.opt_state, Island),
+            # A single island draws what the host would: it is the run without DiLoCo, bit for bit.
+            key=key[None] if num_islands == 1 else jax.random.split(key, num_islands),
+            failed=jnp.zeros(num_islands, jnp.int32),
+            weights=jnp.zeros((num_islands, num_fragments), jnp.float32),
+            status=jnp.zeros((num_islands, num_fragments), jnp.int8),
+        )
 
 
 class DiLoCoState(TrainerState):
@@ -66,10 +99,14 @@ class DiLoCoState(TrainerState):
     outer_steps: Int[Array, " P"]
     """Outer steps taken by each fragment."""
 
+    sent_bytes: Words
+    """What each island has sent so far, as `byte_count` says: counted when it crosses, so that no later options, a
+    wire or a number of fragments, put another price on it."""
+
     settled: Int[Array, ""]
     """Inner steps at the last final sync: captures up to there have no events left."""
 
-    schedule: dict[str, Int[Array, ""]]
+    layout: dict[str, Int[Array, ""]]
     """The options that shape the state or its events, by name, with `islands` for K; where a resumed run has others,
     the state is carried over."""
 
@@ -94,12 +131,7 @@ class DiLoCoState(TrainerState):
         return inference_mode(self.model_on_devices, True)
 
     @classmethod
-    def of(
-        cls,
-        host: TrainerState,
-        layout: Layout,
-        optimizer: optax.GradientTransformation,
-    ) -> "DiLoCoState":
+    def of(cls, host: TrainerState, layout: Layout, optimizer: optax.GradientTransformation) -> "DiLoCoState":
         """Starts DiLoCo from a state of the host: Theta is its model, every island a copy of it, momentum fresh.
 
         Inner optimizer moments are copied to all islands; each island gets a random stream of its own, and
@@ -113,31 +145,25 @@ class DiLoCoState(TrainerState):
             part: hax.vmap(optimizer.init, Axis(FRAGMENT, count))(partition.stacked(outer, part))
             for part, count in partition.parts.items()
         }
-        key = host.training_key
         fragments = {part: partition.take(outer, part, 0) for part in partition.parts}
         return cls(
             step=host.step,
             model=eqx.combine(outer, host.model),
             optimizer=optimizer,
             opt_state=opt_state,
-            training_key=key,
+            training_key=host.training_key,
             is_trainable=host.is_trainable,
             mp=host.mp,
             model_averaging=None,  # pyrefly: ignore[bad-argument-type]  optional in the host, its type forgets it
-            islands=Islands(
-                params=broadcast(params, Island),
-                opt_state=broadcast(host.opt_state, Island),
-                key=key[None] if num_islands == 1 else jax.random.split(key, num_islands),
-                failed=jnp.zeros(num_islands, jnp.int32),
-                weights=jnp.zeros((num_islands, diloco.num_fragments), jnp.float32),
-            ),
+            islands=Islands.copies_of(host, layout),
             captured=_zeros(broadcast(fragments, Island)) if diloco.overlap_steps else None,
             crossed=_zeros(fragments) if diloco.schedule.num_pieces > 1 else None,
             residual=_zeros(broadcast(outer, Island)) if diloco.error_feedback else None,
             active=jnp.asarray(num_islands, jnp.int32),
             outer_steps=jnp.zeros(diloco.num_fragments, jnp.int32),
+            sent_bytes=words_of(0),
             settled=jnp.copy(host.step).astype(jnp.int32),
-            schedule={name: jnp.asarray(value, jnp.int32) for name, value in layout.facts.items()},
+            layout={name: jnp.asarray(value, jnp.int32) for name, value in layout.facts.items()},
         )
 
     def restarted_at(self, model: PyTree) -> "DiLoCoState":

@@ -1,4 +1,4 @@
-"""What a sync does to the state: capture, reduce, outer step, merge [Streaming]."""
+"""The verbs of a sync on the state: capture, reduce, outer step, merge [Streaming], and the restart of islands."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -17,12 +17,11 @@ from ..algorithm.moments import fresh_moments
 from ..algorithm.outer import island_gradients, merge, norm, outer_step
 from ..axes import ISLAND, Params, broadcast, island_axis
 from ..fragments.partition import Partition, Place, put_fragment, take_fragment
-from .all_reduce import Exchange, Exchanged
+from .all_reduce import AllReduce, Reduced
+from .byte_count import Words, added, words_of
+from .guard import Attendance, Guard, void
 from .placement import Placement
-from .state import DiLoCoState, Islands
-
-LEFT_OUT, SEEDED = -1.0, -2.0
-"""Weights of an island that the guard leaves out, before and after it has started anew."""
+from .state import DiLoCoState
 
 
 class SyncReport(NamedTuple):
@@ -33,19 +32,11 @@ class SyncReport(NamedTuple):
 
     outer_grad_norm: PyTree[Float[Array, ""]]
     outer_update_norm: PyTree[Float[Array, ""]]
-    weights: PyTree[Float[Array, " K"]]
-    """Of all islands, as they were in the mean: 0 for one that was absent, `LEFT_OUT` or `SEEDED` for one that the
-    guard left out."""
+    attendance: PyTree[Attendance]
+    """Of all islands."""
 
-
-class Guard(NamedTuple):
-    """Leaves an island out of a sync whose outer gradient could spoil the mean."""
-
-    enabled: bool
-    """Whether it is left out for a loss or an outer gradient that is not finite."""
-
-    factor: float | None
-    """And for a norm of more than this multiple of the median of those that take part."""
+    sent_bytes: PyTree[Words]
+    """What each island has sent for it."""
 
 
 @dataclass(frozen=True)
@@ -58,83 +49,72 @@ class Sync:
     partition: Partition
     optimizer: optax.GradientTransformation
     mixing_alpha: float
-    exchange: Exchange
+    all_reduce: AllReduce
     placement: Placement
     inner_optimizer: optax.GradientTransformation
     guard: Guard
 
-    def watch(self, islands: Islands, losses: Float[Array, " K"]) -> Islands:
-        """Notes which islands had a loss that is not finite."""
-        if not self.guard.enabled:
-            return islands
-        return dataclasses.replace(islands, failed=jnp.where(jnp.isfinite(losses), islands.failed, 1))
-
-    def capture(self, state: DiLoCoState, place: Place) -> Params:
+    def displacement(self, state: DiLoCoState, place: Place) -> Params:
         """Returns `Delta_k` of one fragment, axes `{diloco, ...}`, f32, each on its own island."""
         islands = self.partition.take(state.islands.params, *place)
         return island_gradients(self.partition.take(state.theta, *place), islands)
 
-    def keep(self, state: DiLoCoState, place: Place, weights: Float[Array, " K"]) -> DiLoCoState:
-        """Captures one fragment into the state, from where later steps exchange it (V >= 1)."""
-        gradients = self.capture(state, place)
-        state = self._weigh(state, place, self._sound(state, gradients, weights))
+    def payload_bytes(self, gradients: Params, *, at_once: bool = False) -> int:
+        """Bytes that an island sends for one sync of a fragment; one that is alone sends nothing.
+
+        Args:
+            gradients: As `displacement` returns them; shapes will do.
+            at_once: Whether it crosses in one piece, as in a sync without overlap: pieces have paddings of their own.
+        """
+        return self._all_reduce(at_once).payload_bytes(gradients) if island_axis(gradients).size > 1 else 0
+
+    def capture(self, state: DiLoCoState, place: Place, weights: Float[Array, " K"]) -> DiLoCoState:
+        """Captures one fragment into the state, from where later steps reduce it (V >= 1)."""
+        gradients = self.displacement(state, place)
+        attendance = self.guard.at_capture(state.islands, gradients, weights, state.active)
+        state = self._note(state, place, attendance)
         return dataclasses.replace(state, captured={**(state.captured or {}), place.part: gradients})
 
-    def reduce(
-        self,
-        state: DiLoCoState,
-        place: Place,
-        gradients: Params,
-        weights: Float[Array, " K"],
-        piece: IntScalar | None = None,
-    ) -> Exchanged:
-        """Returns `Delta`, axes `{...}`, f32, as far as it has crossed. The one exchange between islands.
+    def reduce(self, state: DiLoCoState, place: Place, piece: IntScalar) -> Reduced:
+        """Returns `Delta`, axes `{...}`, f32, of the captured fragment, as far as it has crossed with this piece.
 
-        Without a piece all of it crosses at once.
+        The one exchange between islands. It reads nothing that the inner step writes, and may overlap it.
         """
-        weights = self._limited(gradients, weights)
-        # A key of its own for each exchange, the same again after a resume.
-        key = jax.random.fold_in(jax.random.fold_in(state.training_key, state.step), self.partition.number(place))
-        residual = None if state.residual is None else self.partition.take(state.residual, *place)
-        if piece is None:
-            return dataclasses.replace(self.exchange, num_pieces=1).mean(gradients, weights, key, residual=residual)
-        so_far = None if state.crossed is None else state.crossed[place.part]
-        return self.exchange.mean(gradients, weights, key, piece, so_far, residual)
+        attendance = Attendance.at(state.islands, self.partition.number(place))
+        return self._reduce(state, place, self._captured(state, place), attendance, piece)
 
-    def reduce_kept(self, state: DiLoCoState, place: Place, piece: IntScalar) -> Exchanged:
-        """Reduces one piece of the fragment that `keep` captured."""
-        weights = state.islands.weights[:, self.partition.number(place)]
-        return self.reduce(state, place, self._kept(state, place), weights, piece)
-
-    def arrive(
-        self, state: DiLoCoState, place: Place, exchanged: Exchanged, last: bool
+    def outer_step(
+        self, state: DiLoCoState, place: Place, reduced: Reduced, last: bool
     ) -> tuple[DiLoCoState, SyncReport | None]:
-        """Takes in what `reduce_kept` returned; with the last piece the fragment takes its outer step."""
-        state = self._remember(state, place, exchanged.residual)
+        """Takes in what `reduce` returned; with the last piece the fragment takes its outer step."""
+        state = self._remember(state, place, reduced.residual)
         if not last:
-            return dataclasses.replace(state, crossed={**(state.crossed or {}), place.part: exchanged.mean}), None
-        state, _, report = self._outer_step(state, place, self._kept(state, place), exchanged)
+            return dataclasses.replace(state, crossed={**(state.crossed or {}), place.part: reduced.mean}), None
+        gradients = self._captured(state, place)
+        state, _, report = self._outer_step(state, place, gradients, reduced, self.payload_bytes(gradients))
         return state, report
 
-    def cross(
+    def reduce_and_step(
         self, state: DiLoCoState, place: Place, piece: IntScalar, last: bool
     ) -> tuple[DiLoCoState, SyncReport | None]:
-        """`reduce_kept` and `arrive` at once, apart from an inner step."""
-        return self.arrive(state, place, self.reduce_kept(state, place, piece), last)
+        """`reduce` and `outer_step` at once, apart from an inner step."""
+        return self.outer_step(state, place, self.reduce(state, place, piece), last)
 
     def merge(self, state: DiLoCoState, place: Place) -> DiLoCoState:
-        """Lets every island take up Theta of one fragment."""
+        """Lets every island that took part take up Theta of one fragment."""
         return self._merge(state, place, self.partition.take(state.theta, *place))
 
-    def whole(self, state: DiLoCoState, place: Place, weights: Float[Array, " K"]) -> tuple[DiLoCoState, SyncReport]:
+    def sync(self, state: DiLoCoState, place: Place, weights: Float[Array, " K"]) -> tuple[DiLoCoState, SyncReport]:
         """A sync without overlap: capture, reduce, outer step and merge of one fragment at once."""
-        gradients = self.capture(state, place)
-        exchanged = self.reduce(state, place, gradients, self._sound(state, gradients, weights))
-        state = self._remember(state, place, exchanged.residual)
-        state, after, report = self._outer_step(state, place, gradients, exchanged)
+        gradients = self.displacement(state, place)
+        attendance = self.guard.at_capture(state.islands, gradients, weights, state.active)
+        reduced = self._reduce(state, place, gradients, attendance)
+        state = self._remember(state, place, reduced.residual)
+        payload = self.payload_bytes(gradients, at_once=True)
+        state, after, report = self._outer_step(state, place, gradients, reduced, payload)
         return self._merge(state, place, after), report
 
-    def seed(
+    def restart(
         self, state: DiLoCoState, chosen: Bool[Array, " K"], active: IntScalar, copied: bool = False
     ) -> DiLoCoState:
         """Lets the chosen islands start anew from Theta, at the present place of the learning-rate schedule.
@@ -145,7 +125,7 @@ class Sync:
             active: How many islands train from now on.
             copied: Whether they take the inner moments of island 0; else these are fresh.
         """
-        islands = state.islands
+        islands = void(state.islands, chosen)
         Island = island_axis(islands.params)
         theta = state.theta_of_islands
         if copied:
@@ -153,75 +133,83 @@ class Sync:
         else:
             moments = fresh_moments(broadcast(self.inner_optimizer.init(theta), Island), islands.opt_state)
         residual = None if state.residual is None else jax.tree.map(jnp.zeros_like, state.residual)
-        # What was captured of an island before it was found to be broken counts no more.
-        broken = chosen & (islands.weights == LEFT_OUT).any(axis=1)
 
         def pick[T: PyTree](new: T, old: T) -> T:
             return jax.tree.map(lambda x, y: jnp.where(jnp.expand_dims(chosen, range(1, y.ndim)), x, y), new, old)
 
-        islands = Islands(
+        islands = dataclasses.replace(
+            islands,
             params=pick(broadcast(theta, Island), islands.params),
             opt_state=pick(moments, islands.opt_state),
-            key=islands.key,
             failed=jnp.where(chosen, 0, islands.failed),
-            weights=jnp.where(broken[:, None] & (islands.weights != 0), SEEDED, islands.weights),
         )
         return dataclasses.replace(
             state, islands=islands, residual=pick(residual, state.residual), active=jnp.asarray(active, jnp.int32)
         )
 
-    def settle(self, state: DiLoCoState) -> DiLoCoState:
+    def mark_settled(self, state: DiLoCoState) -> DiLoCoState:
         """Notes that no capture up to this step has an event left."""
         return dataclasses.replace(state, settled=jnp.copy(state.step).astype(jnp.int32))
 
-    def _sound(self, state: DiLoCoState, gradients: Params, weights: Float[Array, " K"]) -> Float[Array, " K"]:
-        """The weights of the islands, less those of which the guard knows a number that is not finite."""
-        if not self.guard.enabled:
-            return jnp.asarray(weights)
-        sound = jnp.isfinite(norm(gradients, island_axis(gradients))) & (state.islands.failed == 0)
-        return jnp.where(sound, weights, LEFT_OUT)
+    def _all_reduce(self, at_once: bool) -> AllReduce:
+        return dataclasses.replace(self.all_reduce, num_pieces=1) if at_once else self.all_reduce
 
-    def _limited(self, gradients: Params, weights: Float[Array, " K"]) -> Float[Array, " K"]:
-        """The weights, less those of islands whose outer gradient is too long for the guard."""
-        if self.guard.factor is None:
-            return weights
-        norms = norm(gradients, island_axis(gradients))
-        limit = self.guard.factor * jnp.nanmedian(jnp.where(weights > 0, norms, jnp.nan))
-        return jnp.where((weights > 0) & (norms > limit), LEFT_OUT, weights)
-
-    def _weigh(self, state: DiLoCoState, place: Place, weights: Float[Array, " K"]) -> DiLoCoState:
-        kept = state.islands.weights.at[:, self.partition.number(place)].set(weights)
-        return dataclasses.replace(state, islands=dataclasses.replace(state.islands, weights=kept))
+    def _reduce(
+        self,
+        state: DiLoCoState,
+        place: Place,
+        gradients: Params,
+        attendance: Attendance,
+        piece: IntScalar | None = None,
+    ) -> Reduced:
+        """Reduces one piece of the gradients; without a piece all of it crosses at once."""
+        message = self.guard.at_reduce(attendance, gradients).message
+        # A key of its own for each exchange, the same again after a resume.
+        key = jax.random.fold_in(jax.random.fold_in(state.training_key, state.step), self.partition.number(place))
+        residual = None if state.residual is None else self.partition.take(state.residual, *place)
+        all_reduce = self._all_reduce(at_once=piece is None)
+        if piece is None:
+            return all_reduce.mean(gradients, message, key, residual=residual)
+        so_far = None if state.crossed is None else state.crossed[place.part]
+        return all_reduce.mean(gradients, message, key, piece, so_far, residual)
 
     def _outer_step(
-        self, state: DiLoCoState, place: Place, gradients: Params, exchanged: Exchanged
+        self, state: DiLoCoState, place: Place, gradients: Params, reduced: Reduced, payload: int
     ) -> tuple[DiLoCoState, Params, SyncReport]:
         """Takes the outer step of one fragment; with no island in the mean, Theta and its optimizer state stay.
 
         Also returns the new Theta of the fragment: read back from the state, it would cost a copy of the stack.
         """
-        gradient, weights = exchanged.mean, exchanged.weights
-        taken = (weights > 0).any()
-        outer = state.theta
-        before = self.partition.take(outer, *place)
+        attendance = jax.tree.map(self.placement.everywhere, Attendance.of_message(reduced.weights))
+        taken = (attendance.weights > 0).any()
+        before = self.partition.take(state.theta, *place)
         moments = state.opt_state[place.part]
         current = self.placement.own(before), take_fragment(moments, place.index)
-        stepped = outer_step(self.optimizer, current[1], current[0], gradient)
+        stepped = outer_step(self.optimizer, current[1], current[0], reduced.mean)
         own, mine = jax.tree.map(lambda new, old: jnp.where(taken, new, old), stepped, current)
         after = self.placement.whole(own)
-        model = eqx.combine(self.partition.put(outer, *place, after), state.model)
-        opt_state = {**state.opt_state, place.part: put_fragment(moments, place.index, mine)}
-        counts = state.outer_steps.at[self.partition.number(place)].add(taken.astype(jnp.int32))
         moved = jax.tree.map(lambda new, old: new - old, after, before, is_leaf=is_named_array)
-        report = SyncReport(norm(gradients, island_axis(gradients)), norm(gradient), norm(moved), weights)
-        state = dataclasses.replace(state, model=model, opt_state=opt_state, outer_steps=counts)
-        return self._weigh(state, place, weights), after, report
+        norms = norm(gradients, island_axis(gradients)), norm(reduced.mean), norm(moved)
+        sent = words_of(payload)
+        state = dataclasses.replace(
+            state,
+            model=eqx.combine(self.partition.put(state.theta, *place, after), state.model),
+            opt_state={**state.opt_state, place.part: put_fragment(moments, place.index, mine)},
+            outer_steps=state.outer_steps.at[self.partition.number(place)].add(taken.astype(jnp.int32)),
+            # A message that nobody counts in has crossed all the same.
+            sent_bytes=added(state.sent_bytes, sent),
+        )
+        return self._note(state, place, attendance), after, SyncReport(*norms, attendance, sent)
 
     def _merge(self, state: DiLoCoState, place: Place, outer: Params) -> DiLoCoState:
         params = state.islands.params
-        present = hax.named(state.islands.weights[:, self.partition.number(place)] > 0, ISLAND)
+        present = hax.named(Attendance.at(state.islands, self.partition.number(place)).weights > 0, ISLAND)
         merged = merge(outer, self.partition.take(params, *place), self.mixing_alpha, present)
         islands = dataclasses.replace(state.islands, params=self.partition.put(params, *place, merged))
+        return dataclasses.replace(state, islands=islands)
+
+    def _note(self, state: DiLoCoState, place: Place, attendance: Attendance) -> DiLoCoState:
+        islands = attendance.noted_in(state.islands, self.partition.number(place))
         return dataclasses.replace(state, islands=islands)
 
     def _remember(self, state: DiLoCoState, place: Place, residual: Params | None) -> DiLoCoState:
@@ -230,6 +218,6 @@ class Sync:
         return dataclasses.replace(state, residual=self.partition.put(state.residual, *place, residual))
 
     @staticmethod
-    def _kept(state: DiLoCoState, place: Place) -> Params:
+    def _captured(state: DiLoCoState, place: Place) -> Params:
         assert state.captured is not None  # V >= 1
         return state.captured[place.part]

@@ -8,9 +8,11 @@ import equinox as eqx
 import jax
 import levanter.main.train_lm as host
 from haliax import Axis
+from jaxtyping import PyTree
 from levanter.adaptor import NoAdaptorConfig
 from levanter.trainer_state import trainables_only
 
+from ..axes import Params
 from ..console import end
 from ..errors import option_error
 from ..fragments.build import build_partition
@@ -69,14 +71,19 @@ def check_model(config: TrainDiLoCoLmConfig) -> None:
     if config.use_hf_model_config:
         return
 
-    def build() -> object:
+    partition = build_partition(config.trainer.diloco, sharding={})
+    partition.check(trainable_shapes(config, 8))  # the vocabulary does not matter to the layers
+
+
+def trainable_shapes(config: TrainDiLoCoLmConfig, vocab_size: int) -> Params:
+    """The shapes of the trainable parameters of `config.model`, its adapter applied; nothing is computed."""
+
+    def build() -> PyTree:
         key = jax.random.PRNGKey(0)
-        model = config.model.build(Axis("vocab", 8), key=key)  # the vocabulary does not matter to the layers
-        return config.adapter.apply(model, key=key)
+        return config.adapter.apply(config.model.build(Axis("vocab", vocab_size), key=key), key=key)
 
     model = eqx.filter_eval_shape(build)
-    partition = build_partition(config.trainer.diloco, sharding={})
-    partition.check(trainables_only(model, config.adapter.trainable_filter(model)))
+    return trainables_only(model, config.adapter.trainable_filter(model))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A slow link to train over: `tc` shapes what this host sends, for as long as the run lasts."""
+"""Traffic shaping, to train over a slow link: `tc` holds back what this host sends, for as long as the run lasts."""
 
 import json
 import logging
@@ -40,13 +40,16 @@ class LinkConfig:
     """What the host may send a second, as `tc` writes it: 50mbit, 1gbit; at least 8kbit. Must be given."""
 
     burst: str | None = None
-    """What may be sent at once after a pause: 72kb, 1mb (of 1024 bytes, as in `tc`). Unset: see `burst_bytes`."""
+    """What may be sent at full speed after a pause: 72kb, 1mb (`kb` is 1024 bytes, as in `tc`). A burst of the size of
+    a fragment would hide the link; one below a packet (64 KiB on `lo`) would let nothing through. Unset:
+    max(rate x 5 ms, 72 KiB)."""
 
     latency: str = "50ms"
     """How long a packet may wait before packets are dropped: us, ms or s, above 0. The default is MaxText's."""
 
     interface: str | None = None
-    """The interface that is shaped. Unset: that of the default route."""
+    """The interface that is shaped: all that leaves through it, data and checkpoints too. Unset: that of the default
+    route."""
 
     def __post_init__(self) -> None:
         if not quantity(self.rate, RATE_UNITS) >= 8e3:  # slower, tbf's own clock overflows

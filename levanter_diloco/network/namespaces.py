@@ -1,4 +1,6 @@
-"""Processes that each have a network of their own, joined by a bridge. Linux, as root; needs nothing installed.
+"""Network namespaces: processes that each have a network of their own, joined by a bridge.
+
+Linux, as root; needs nothing installed.
 
 The network, mounts and process ids of all of them lie in namespaces of one enclosure, apart from the host's: nothing
 of the host is touched, and when the caller ends, however it ends, the kernel ends all that is inside.

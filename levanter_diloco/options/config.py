@@ -1,20 +1,16 @@
 """Options of `trainer.diloco`, and the rules that need nothing but the options themselves."""
 
-import abc
 import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-import draccus
 import numpy as np
-import optax
 
 from ..algorithm.schedule import Schedule
 from ..algorithm.wire import wire_names
-from ..errors import option_error
 from ..network.link import LinkConfig
-
-LrSchedule = Literal["constant", "linear", "cosine"]
+from .outer import NesterovConfig, OuterOptimizerConfig
+from .rules import require, require_one_of
 
 LayerOrder = Literal["interleaved", "sequential"]
 
@@ -36,142 +32,30 @@ OnDamagedCheckpoint = Literal["refuse", "previous"]
 
 
 @dataclass(frozen=True)
-class OuterOptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
-    """Base of `diloco.outer`: builds the optimizer that steps the outer parameters.
-
-    Register a subclass under a name to make any optax transformation usable from YAML:
-    `@OuterOptimizerConfig.register_subclass("lion")`.
-    """
-
-    learning_rate: float = 0.7
-    """eta: peak outer learning rate, >= 0. 0.7 is the best of [DiLoCo] for 8 islands."""
-
-    lr_schedule: LrSchedule = "constant"
-    """How the rate falls from `learning_rate` to `min_lr_ratio * learning_rate`, in outer steps."""
-
-    warmup: int = 0
-    """Outer steps over which the rate rises, the first at `learning_rate / (warmup + 1)`; >= 0."""
-
-    min_lr_ratio: float = 0.0
-    """Final rate over peak rate, in [0, 1]; no effect on a constant schedule."""
-
-    def __post_init__(self) -> None:
-        rate = self.learning_rate
-        _require(rate >= 0, "outer.learning_rate", rate, "be at least 0", 0.7)
-        _require(rate < math.inf, "outer.learning_rate", rate, "be finite", 0.7)
-        _require_one_of(get_args(LrSchedule), "outer.lr_schedule", self.lr_schedule)
-        _require(self.warmup >= 0, "outer.warmup", self.warmup, "be at least 0", 0)
-        _require(0 <= self.min_lr_ratio <= 1, "outer.min_lr_ratio", self.min_lr_ratio, "lie in [0, 1]", 0.1)
-
-    @classmethod
-    def default_choice_name(cls) -> str:
-        return "nesterov"
-
-    @property
-    def name(self) -> str:
-        """What YAML calls it; of a class that is not registered, its own name."""
-        own = type(self)
-        return own.get_choice_name(own) if own in self.get_known_choices().values() else own.__name__
-
-    def schedule(self, outer_steps: int) -> optax.Schedule:
-        """Learning rate as a function of the outer steps a fragment has taken, of `outer_steps` in all."""
-        decay_steps = max(outer_steps - self.warmup, 1)
-        after = {
-            "constant": optax.constant_schedule(self.learning_rate),
-            "linear": optax.linear_schedule(self.learning_rate, self.learning_rate * self.min_lr_ratio, decay_steps),
-            "cosine": optax.cosine_decay_schedule(self.learning_rate, decay_steps, alpha=self.min_lr_ratio),
-        }[self.lr_schedule]
-        if self.warmup == 0:
-            return after
-        # Not from 0: a fragment whose first outer step is empty would throw its first period away.
-        first = self.learning_rate / (self.warmup + 1)
-        rise = optax.linear_schedule(first, self.learning_rate, self.warmup)
-        return optax.join_schedules([rise, after], [self.warmup])
-
-    @abc.abstractmethod
-    def build(self, outer_steps: int) -> optax.GradientTransformation:
-        """Returns the outer optimizer of one fragment, which takes `outer_steps` steps in the run."""
-
-
-@OuterOptimizerConfig.register_subclass("sgd")
-@dataclass(frozen=True)
-class SgdConfig(OuterOptimizerConfig):
-    """Outer SGD, with heavy-ball momentum if asked for."""
-
-    momentum: float = 0.0
-    """beta in [0, 1)."""
-
-    nesterov: bool = False
-    """Whether the momentum looks ahead."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require(0 <= self.momentum < 1, "outer.momentum", self.momentum, "lie in [0, 1)", 0.9)
-
-    def build(self, outer_steps: int) -> optax.GradientTransformation:
-        return optax.sgd(self.schedule(outer_steps), self.momentum or None, self.nesterov)
-
-
-@OuterOptimizerConfig.register_subclass("nesterov")
-@dataclass(frozen=True)
-class NesterovConfig(SgdConfig):
-    """`m <- beta*m + Delta; Theta <- Theta - eta*(Delta + beta*m)`, the outer optimizer of [DiLoCo]."""
-
-    momentum: float = 0.9
-    nesterov: bool = True
-
-
-@OuterOptimizerConfig.register_subclass("average")
-@dataclass(frozen=True)
-class AverageConfig(SgdConfig):
-    """Theta becomes the mean of the islands, as in local SGD (FedAvg)."""
-
-    learning_rate: float = 1.0
-
-
-@OuterOptimizerConfig.register_subclass("adam")
-@dataclass(frozen=True)
-class AdamConfig(OuterOptimizerConfig):
-    """Outer Adam."""
-
-    learning_rate: float = 0.3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 0.1
-    """Large, as in [DiLoCo]: outer gradients are small and few."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require(0 <= self.beta1 < 1, "outer.beta1", self.beta1, "lie in [0, 1)", 0.9)
-        _require(0 <= self.beta2 < 1, "outer.beta2", self.beta2, "lie in [0, 1)", 0.95)
-        _require(self.epsilon >= 0, "outer.epsilon", self.epsilon, "be at least 0", 0.1)
-
-    def build(self, outer_steps: int) -> optax.GradientTransformation:
-        return optax.adam(self.schedule(outer_steps), self.beta1, self.beta2, self.epsilon)
-
-
-@dataclass(frozen=True)
 class DiLoCoConfig:
     """How islands train apart and when they meet: the block `trainer.diloco`."""
 
     enabled: bool = True
-    """False runs stock Levanter. Writing the block turns DiLoCo on."""
+    """False runs stock Levanter. Writing the block turns DiLoCo on; an empty block is `diloco: {}`."""
 
     sync_period: int = 100
     """H: inner steps between two syncs of the same fragment; >= 1. Best a multiple of `num_fragments`."""
 
     num_fragments: int = 1
-    """P: parts that sync in turn; 1 is vanilla DiLoCo, more is Streaming DiLoCo [Streaming]."""
+    """P: parts that sync in turn; 1 is vanilla DiLoCo, more is Streaming DiLoCo [Streaming]. With `partition: layers`
+    P-1 divides the number of layers."""
 
     layer_order: LayerOrder = "interleaved"
-    """Which layers share a fragment: every (P-1)-th one, or runs of neighbours [Streaming]."""
+    """Which layers share a fragment: `interleaved`, every (P-1)-th one, or `sequential`, runs of neighbours
+    [Streaming]."""
 
     partition: PartitionName = "layers"
     """`layers`: fragment 0 is all that is outside the layer stack, the others N/(P-1) layers each [Streaming].
     `balanced`: fragments of equal bytes, for any model and any P: each takes its share of the rows of every leaf."""
 
     overlap_steps: int = 0
-    """V: inner steps between the capture of a fragment and its merge; 0 <= V < effective period."""
+    """V: inner steps between the capture of a fragment and its merge; 0 <= V < effective period. It crosses meanwhile,
+    in V pieces (at most one for each step between two syncs)."""
 
     mixing_alpha: float = 0.0
     """alpha in [0, 1]: share of the island kept when a fragment merges [Streaming]. 0 replaces it."""
@@ -194,16 +78,19 @@ class DiLoCoConfig:
     """
 
     final_sync: bool = True
-    """Whether fragments with unsynced progress sync once more after the last step."""
+    """Whether fragments with unsynced progress sync once more after the last step, before the last checkpoint and
+    export: a whole outer step, momentum included, however few steps are unsynced. Best end on a whole period."""
 
     wire: str = "f32"
     """How an outer gradient crosses: f32, bf16, int8, int4, e3m0 (FP4 of [Streaming]), or a registered format."""
 
     wire_block: int = 256
-    """Elements that share a scale on the wire; even, >= 2. An f32 scale a block adds 32 / 256 bits an element."""
+    """Elements that share a scale on the wire; even, in [2, 65536]. An f32 scale a block adds 32 / 256 bits an
+    element."""
 
     wire_rounding: WireRounding = "nearest"
-    """To the nearest value on the wire, or at random so that the expected value is kept (seeded by `trainer.seed`)."""
+    """To the `nearest` value on the wire, or `stochastic`: at random so that the expected value is kept (seeded by
+    `trainer.seed`)."""
 
     error_feedback: bool = False
     """Whether what the wire loses is sent along next time; costs an f32 copy of the parameters for each island."""
@@ -215,18 +102,19 @@ class DiLoCoConfig:
     """`[[step, count], ...]`: how many islands train once `step` steps are completed, from step 0 on [DiLoCo]."""
 
     join_moments: JoinMoments = "fresh"
-    """Inner moments of an island that joins by `schedule_islands`: fresh, or copied from island 0."""
+    """Inner moments of an island that joins by `schedule_islands`: `fresh`, or `copied` from island 0."""
 
     resume_islands: ResumeIslands = "copy_nearest"
     """What islands become where a resume changes K. `copy_nearest`: island j goes on as the old island `j*K_old // K`;
     `fresh`: as Theta, with fresh moments; `mean`: as the mean of the old islands that it replaces."""
 
     weights: WeightRule | list[float] = "uniform"
-    """Weights of the islands in a mean: equal, by the tokens consumed since the last sync, or one number each."""
+    """Weights of the islands in a mean: `uniform`, `tokens` (what each has consumed since the fragment's last sync),
+    or a list of one number each."""
 
     island_data: IslandData | list[dict[str, float]] = "shared"
-    """What an island reads: its part of each global batch, its shard of every component of the data, or shards in
-    proportion to a mixture of its own, `[{component: weight}, ...]` with one for each island."""
+    """What an island reads: `shared`, its part of each global batch; `sharded`, its shard of every component of the
+    data; or shards in proportion to a mixture of its own, `[{component: weight}, ...]` with one for each island."""
 
     guard: bool = True
     """Whether an island with a loss, parameters or an outer gradient that is not finite is left out and re-seeded."""
@@ -238,65 +126,66 @@ class DiLoCoConfig:
     """Where the outer model of a run that starts comes from: what `levanter-diloco export --format orbax` wrote."""
 
     on_damaged_checkpoint: OnDamagedCheckpoint = "refuse"
-    """What a run that resumes does where its latest checkpoint is damaged: end, or use the one before it."""
+    """What a run that resumes does where its latest checkpoint is damaged: `refuse`, end; `previous`, use the one
+    before it."""
 
     link: LinkConfig | None = None
     """A slow link that `tc` makes of this host's own for the run; unset, the network is left alone."""
 
     def __post_init__(self) -> None:
-        _require_one_of(get_args(LayerOrder), "layer_order", self.layer_order)
-        _require_one_of(get_args(PartitionName), "partition", self.partition)
-        _require_one_of(get_args(OuterMemory), "outer_memory", self.outer_memory)
-        _require(self.sync_period >= 1, "sync_period", self.sync_period, "be at least 1", 100)
-        _require(self.num_fragments >= 1, "num_fragments", self.num_fragments, "be at least 1 (vanilla)", 1)
-        _require(0 <= self.mixing_alpha <= 1, "mixing_alpha", self.mixing_alpha, "lie in [0, 1]", 0.5)
-        _require(self.islands_per_slot >= 1, "islands_per_slot", self.islands_per_slot, "be at least 1", 2)
-        _require_one_of(wire_names(), "wire", self.wire)
-        _require_one_of(get_args(WireRounding), "wire_rounding", self.wire_rounding)
+        require_one_of(get_args(LayerOrder), "layer_order", self.layer_order)
+        require_one_of(get_args(PartitionName), "partition", self.partition)
+        require_one_of(get_args(OuterMemory), "outer_memory", self.outer_memory)
+        require(self.sync_period >= 1, "sync_period", self.sync_period, "be at least 1", 100)
+        require(self.num_fragments >= 1, "num_fragments", self.num_fragments, "be at least 1 (vanilla)", 1)
+        require(0 <= self.mixing_alpha <= 1, "mixing_alpha", self.mixing_alpha, "lie in [0, 1]", 0.5)
+        require(self.islands_per_slot >= 1, "islands_per_slot", self.islands_per_slot, "be at least 1", 2)
+        require_one_of(wire_names(), "wire", self.wire)
+        require_one_of(get_args(WireRounding), "wire_rounding", self.wire_rounding)
         block = self.wire_block
-        _require(block >= 2 and block % 2 == 0, "wire_block", block, "be even and at least 2", 256)
-        _require(block <= 2**16, "wire_block", block, "be at most 65536: arrays are padded to whole blocks", 256)
+        require(block >= 2 and block % 2 == 0, "wire_block", block, "be even and at least 2", 256)
+        require(block <= 2**16, "wire_block", block, "be at most 65536: arrays are padded to whole blocks", 256)
         lossy = self.wire != "f32"
-        _require(lossy or not self.error_feedback, "error_feedback", True, "be false with wire f32", "wire: int4")
-        _require(0 <= self.drop_rate <= 1, "drop_rate", self.drop_rate, "lie in [0, 1]", 0.1)
-        _require_one_of(get_args(JoinMoments), "join_moments", self.join_moments)
-        _require_one_of(get_args(ResumeIslands), "resume_islands", self.resume_islands)
-        _require_one_of(get_args(OnDamagedCheckpoint), "on_damaged_checkpoint", self.on_damaged_checkpoint)
+        require(lossy or not self.error_feedback, "error_feedback", True, "be false with wire f32", "wire: int4")
+        require(0 <= self.drop_rate <= 1, "drop_rate", self.drop_rate, "lie in [0, 1]", 0.1)
+        require_one_of(get_args(JoinMoments), "join_moments", self.join_moments)
+        require_one_of(get_args(ResumeIslands), "resume_islands", self.resume_islands)
+        require_one_of(get_args(OnDamagedCheckpoint), "on_damaged_checkpoint", self.on_damaged_checkpoint)
         self._check_weights()
         self._check_island_data()
         if (counts := self.schedule_islands) is not None:
             rule = "be [step, count] pairs from step 0 on, the steps rising, the counts at least 1"
-            _require(_are_phases(counts), "schedule_islands", counts, rule, [[0, 1], [100, 2]])
+            require(_are_phases(counts), "schedule_islands", counts, rule, [[0, 1], [100, 2]])
         if (factor := self.guard_factor) is not None:
-            _require(1 < factor < math.inf, "guard_factor", factor, "be finite and above 1", 10)
-            _require(self.guard, "guard_factor", factor, "be left out while guard is false", "guard: true")
+            require(1 < factor < math.inf, "guard_factor", factor, "be finite and above 1", 10)
+            require(self.guard, "guard_factor", factor, "be left out while guard is false", "guard: true")
         for name in ("ici_islands", "dcn_islands"):
             count = getattr(self, name)
-            _require(count is None or count == -1 or count >= 1, name, count, "be at least 1, or -1 to infer it", 2)
+            require(count is None or count == -1 or count >= 1, name, count, "be at least 1, or -1 to infer it", 2)
         period = self.schedule.effective_period
         rule = f"be at least 0 and below the effective period ({period} steps)"
-        _require(0 <= self.overlap_steps < period, "overlap_steps", self.overlap_steps, rule, period - 1)
+        require(0 <= self.overlap_steps < period, "overlap_steps", self.overlap_steps, rule, period - 1)
 
     def _check_weights(self) -> None:
         if isinstance(self.weights, str):
-            _require_one_of(get_args(WeightRule), "weights", self.weights)
+            require_one_of(get_args(WeightRule), "weights", self.weights)
         else:
             rule = "be finite numbers of at least 0, not all 0"
             with np.errstate(over="ignore"):
                 shares = np.asarray(self.weights, np.float32)
             good = bool(np.all(shares >= 0) and 0 < np.max(shares, initial=0) < np.inf)
-            _require(good, "weights", self.weights, rule, [1.0, 2.0])
+            require(good, "weights", self.weights, rule, [1.0, 2.0])
 
     def _check_island_data(self) -> None:
         if isinstance(self.island_data, str):
-            _require_one_of(get_args(IslandData), "island_data", self.island_data)
+            require_one_of(get_args(IslandData), "island_data", self.island_data)
             return
         rule = "give each island weights that are finite numbers of at least 0, not all 0"
         good = all(
             all(0 <= weight < math.inf for weight in mixture.values()) and any(mixture.values())
             for mixture in self.island_data
         )
-        _require(good and bool(self.island_data), "island_data", self.island_data, rule, [{"web": 1.0}, {"code": 1.0}])
+        require(good and bool(self.island_data), "island_data", self.island_data, rule, [{"web": 1.0}, {"code": 1.0}])
 
     @property
     def schedule(self) -> Schedule:
@@ -308,12 +197,3 @@ def _are_phases(counts: list[list[int]]) -> bool:
     pairs = bool(counts) and all(len(entry) == 2 and entry[1] >= 1 for entry in counts)
     steps = [entry[0] for entry in counts] if pairs else []
     return pairs and steps[0] == 0 and steps == sorted(set(steps))
-
-
-def _require_one_of(choices: tuple[str, ...], option: str, value: str) -> None:
-    _require(value in choices, option, value, f"be one of {', '.join(choices)}", choices[0])
-
-
-def _require(holds: bool, option: str, value: object, rule: str, works: object) -> None:
-    if not holds:
-        raise option_error(option, value, rule, works)

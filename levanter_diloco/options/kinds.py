@@ -1,11 +1,13 @@
-"""What may stand where in `trainer.diloco`, told from the values as they are written.
+"""Kinds of options: what may stand where in `trainer.diloco`, told from the values as they are written.
 
 draccus takes null for anything, true for 1, and a list without entries for a block; these rules come before it.
 What it refuses by itself, with the option's path, is left to it.
 """
 
 import types
+from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from draccus.choice_types import ChoiceType
@@ -22,9 +24,23 @@ WORDS = {
     str: "a text",
     list: "a list",
     dict: "a mapping",
+    tuple: "a list",
+    Path: "a path",
 }
 
-EXAMPLES = {int: 2, float: 1.5, str: "one in quotes", list: [0, 2], dict: "{name: 1.0}"}
+EXAMPLES = {
+    bool: "true",
+    int: 2,
+    float: 1.5,
+    str: "one in quotes",
+    list: [0, 2],
+    dict: "{name: 1.0}",
+    tuple: [0, 2],
+    Path: "a/file",
+}
+
+WRITTEN = {str: str | int | float, list: list, dict: dict, tuple: list, Path: str}
+"""What YAML has for a kind that is no number, truth value or choice."""
 
 
 def check_kinds(kind: Any, raw: object, path: str, works: object = None) -> None:  # Any: a type annotation
@@ -47,12 +63,11 @@ def check_kinds(kind: Any, raw: object, path: str, works: object = None) -> None
         _check_block(kinds[0], raw, path)
         return
     for one in kinds:
-        if get_origin(one) in (list, dict) and isinstance(raw, get_origin(one)):
-            for place, entry in enumerate(raw) if isinstance(raw, list) else raw.items():
-                check_kinds(get_args(one)[-1], entry, f"{path}[{place}]")
+        for place, entry_kind, entry in _entries(one, raw):
+            check_kinds(entry_kind, entry, f"{path}[{place}]")
     if not any(_fits(one, raw) for one in kinds):
         if works in (None, ""):
-            works = "leaving it out" if optional else EXAMPLES[get_origin(kinds[0]) or kinds[0]]
+            works = "leaving it out" if optional else _example(kinds[0])
         rule = " or ".join(map(_words, kinds))
         raise OptionError(f"{path} ({_shown(raw)}) must be {rule}; {_shown(works)} works.")
 
@@ -82,15 +97,29 @@ def _check_block(block: Any, raw: object, path: str) -> None:  # Any: a dataclas
             check_kinds(kinds[option.name], options[option.name], f"{path}.{option.name}", default)
 
 
+def _entries(kind: Any, raw: object) -> Iterator[tuple[object, Any, object]]:  # Any: type annotations
+    """Place, kind and value of what is in a list, mapping or tuple, where YAML has one for it."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is dict and isinstance(raw, dict):
+        yield from ((place, inside[1], entry) for place, entry in raw.items())
+    elif origin in (list, tuple) and isinstance(raw, list):
+        # `tuple[int, float]` names a kind for each place, `tuple[int, ...]` and `list[int]` one for all.
+        each = inside[:1] * len(raw) if origin is list or inside[1:] == (...,) else inside
+        yield from zip(range(len(raw)), each, raw, strict=False)  # draccus counts them
+
+
 def _fits(kind: Any, raw: object) -> bool:  # Any: a type annotation
     """Whether `raw` is a `kind`, or a text that draccus reads as one or refuses."""
+    origin = get_origin(kind) or kind
+    if kind is Any:
+        return True
     if kind is bool:
         return isinstance(raw, bool) or raw in ("true", "false")
+    if origin is Literal:
+        return any(raw == choice and type(raw) is type(choice) for choice in get_args(kind))
     if kind not in LARGEST:
-        origin = get_origin(kind) or kind
-        return isinstance(
-            raw, {Literal: str, str: str | int | float, list: list, dict: dict}[origin]
-        ) and not isinstance(raw, bool)
+        # Of a kind that we do not know draccus has the word.
+        return origin not in WRITTEN or (isinstance(raw, WRITTEN[origin]) and not isinstance(raw, bool))
     if isinstance(raw, bool) or not isinstance(raw, int | float | str):
         return False
     try:
@@ -102,7 +131,16 @@ def _fits(kind: Any, raw: object) -> bool:  # Any: a type annotation
 
 
 def _words(kind: Any) -> str:  # Any: a type annotation
-    return f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else WORDS[get_origin(kind) or kind]
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    origin = get_origin(kind) or kind
+    return WORDS.get(origin, f"a {getattr(origin, '__name__', origin)}")
+
+
+def _example(kind: Any) -> object:  # Any: a type annotation
+    if get_origin(kind) is Literal:
+        return get_args(kind)[0]
+    return EXAMPLES.get(get_origin(kind) or kind, "another value")
 
 
 def _shown(value: object) -> str:

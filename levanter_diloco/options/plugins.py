@@ -7,13 +7,19 @@ from ..errors import OptionError
 GROUP = "levanter.plugins"
 
 
-def load_plugins() -> None:
+def load_plugins(others_only: bool = False) -> None:
     """Loads every entry point of the group: a module registers by being imported, a function by being called.
+
+    Args:
+        others_only: Leaves out this package's own, which imports the host.
 
     Raises:
         OptionError: If one does not load.
     """
+    own = __name__.partition(".")[0]
     for plugin in entry_points(group=GROUP):
+        if others_only and plugin.module.partition(".")[0] == own:
+            continue
         try:
             loaded = plugin.load()
         except (ImportError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""Reads a YAML and flags as the host does, and says in one sentence what is wrong with them."""
+"""YAML and flags: read as the host does, and refused with one sentence that says what is wrong with them."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import draccus
-import levanter.config
 import yaml
 from draccus.choice_types import ChoiceType
 from draccus.parsers.decoding import decode_dataclass
@@ -32,6 +31,8 @@ def read(config_class: type, args: list[str]) -> Any:  # Any: an instance of `co
         OptionError: If they do not fit it.
     """
 
+    import levanter.config  # here: the block alone is read without the host
+
     def options(config: Any) -> Any:  # Any: annotated below, for the host to read
         return config
 
@@ -42,7 +43,7 @@ def read(config_class: type, args: list[str]) -> Any:  # Any: an instance of `co
     complaint = io.StringIO()
     try:
         for path in _files(args):
-            _refuse_duplicates(path)
+            refuse_duplicates(path)
         with contextlib.redirect_stderr(complaint):
             return levanter.config.main(options, args=args)()
     except OptionError:
@@ -58,6 +59,31 @@ def read(config_class: type, args: list[str]) -> Any:  # Any: an instance of `co
         if exit.code != 2:  # --help
             raise
         raise OptionError(_explain_usage(complaint.getvalue())) from exit
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trainer:
+    diloco: DiLoCoConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    trainer: _Trainer
+
+
+def read_block(block: object) -> DiLoCoConfig:
+    """Returns what `trainer.diloco: block` of a YAML stands for, by the same rules as `read` and without the host.
+
+    Raises:
+        OptionError: If it does not fit.
+    """
+    check_kinds(DiLoCoConfig, block, PATH)
+    try:
+        return decode_dataclass(_Run, {"trainer": {"diloco": block}}, ()).trainer.diloco
+    except OptionError:
+        raise
+    except (ParsingError, TypeError, ValueError) as error:
+        raise OptionError(_explain(_Run, error)) from error
 
 
 def _decode(config_class: type, raw: Any, path: tuple[str, ...] = ()) -> Any:  # Any: YAML; a `config_class`
@@ -82,7 +108,7 @@ def _files(args: list[str]) -> list[Path]:
     return [Path(name) for name in named if "\0" not in name and Path(name).is_file()]
 
 
-def _refuse_duplicates(path: Path) -> None:
+def refuse_duplicates(path: Path) -> None:
     """Refuses an option that stands twice in one block: YAML readers take the last and drop the others."""
     try:
         with path.open(encoding="utf-8") as file:

@@ -15,7 +15,7 @@ from levanter.trainer import TrainerConfig
 from ..algorithm.participation import Participation
 from ..axes import ISLAND
 from ..errors import PATH, OptionError, option_error
-from ..islands.mesh import IslandLayout, island_mesh, resolve_islands
+from ..islands.mesh import IslandCounts, island_mesh, resolve_islands
 from ..islands.placement import Placement
 from ..options.config import DiLoCoConfig
 
@@ -27,14 +27,14 @@ class DiLoCoTrainerConfig(TrainerConfig):
     diloco: DiLoCoConfig = field(default_factory=lambda: DiLoCoConfig(enabled=False))
 
     @cached_property
-    def layout(self) -> IslandLayout:
+    def islands(self) -> IslandCounts:
         """How many islands there are and where; needs the devices."""
         return resolve_islands(self.diloco, self.mesh, jax.device_count(), self.num_slices)
 
     @cached_property
     def participation(self) -> Participation:
         """Which islands train when, and with which weight each takes part in a sync."""
-        diloco, num_islands = self.diloco, self.layout.num_islands
+        diloco, num_islands = self.diloco, self.islands.num_islands
         counts = tuple((step, count) for step, count in diloco.schedule_islands or ())
         for _, count in counts:
             if count > num_islands:
@@ -61,7 +61,7 @@ class DiLoCoTrainerConfig(TrainerConfig):
     def device_mesh(self) -> Mesh:
         if not self.diloco.enabled:
             return super().device_mesh
-        return island_mesh(self.mesh, self.layout, jax.device_count(), self.num_slices)
+        return island_mesh(self.mesh, self.islands, jax.device_count(), self.num_slices)
 
     @cached_property
     def mesh_axis_specs(self) -> list[str]:
@@ -131,7 +131,7 @@ class DiLoCoTrainerConfig(TrainerConfig):
             options: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
             options["train_batch_size"] = self._island_batch_size()
             self.island_config = IslandTrainerConfig(**options)
-            self.island_config.layout, self.island_config.device_mesh = self.layout, self.device_mesh
+            self.island_config.islands, self.island_config.device_mesh = self.islands, self.device_mesh
             self.island_config._validate_and_set_defaults()
         super()._validate_and_set_defaults()
 
@@ -152,14 +152,14 @@ class DiLoCoTrainerConfig(TrainerConfig):
             )
 
     def _check_island_data(self) -> None:
-        mixtures, num_islands = self.diloco.island_data, self.layout.num_islands
+        mixtures, num_islands = self.diloco.island_data, self.islands.num_islands
         if not isinstance(mixtures, str) and len(mixtures) != num_islands:
             rule = f"hold one for each of the {num_islands} islands"
             raise option_error("island_data", f"{len(mixtures)} mixtures", rule, f"a list of {num_islands}")
 
     def _island_batch_size(self) -> int | list[ScheduleStep[int]]:
         """B / K, for every phase of the batch schedule; fills in B where only the batch per device is given."""
-        num_islands = self.layout.num_islands
+        num_islands = self.islands.num_islands
         if (given := self.per_device_parallelism) != -1 and given < 1:
             raise OptionError(f"trainer.per_device_parallelism ({given}) must be at least 1, or -1 for all; -1 works.")
         per_device = max(self.per_device_parallelism, 1)

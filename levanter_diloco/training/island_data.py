@@ -1,4 +1,4 @@
-"""`trainer.diloco.island_data`: the host's training set, dealt to the islands."""
+"""The training data of islands, `trainer.diloco.island_data`: the host's training set, dealt to them."""
 
 import copy
 import dataclasses

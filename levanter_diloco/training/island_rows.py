@@ -1,4 +1,4 @@
-"""Where in the data an island's rows come from: arithmetic on the loader's index, and a dataset that follows it.
+"""The rows of an island, by arithmetic on the loader's index, and a dataset that follows it.
 
 The host's loader reads one stream, B rows a step, of which island k trains on the k-th part. Here an index of that
 stream becomes a position in an island's own stream, by the step count alone: a resumed run reads on where it stopped.

@@ -1,7 +1,8 @@
-"""Islands that come, and islands that the guard sends back to the outer parameters."""
+"""Membership: islands that join, and islands that the guard sends back to the outer parameters."""
 
 import logging
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from ..algorithm.participation import Participation
 from ..errors import PATH, RunError
 from ..islands.programs import Programs
 from ..islands.state import DiLoCoState
-from .metrics import StepRecord
+from .metrics import StepRecord, SyncRecord
 
 logger = logging.getLogger(__name__)
 
@@ -24,25 +25,37 @@ def admit(state: DiLoCoState, programs: Programs, participation: Participation, 
         return state
     logger.info("From step %d on %d of %d islands train.", int(state.step), now, participation.num_islands)
     islands = np.arange(participation.num_islands)
-    return programs.seed(state, (before <= islands) & (islands < now), now, copied=copied)
+    return programs.restart(state, (before <= islands) & (islands < now), now, copied=copied)
 
 
-def replace_left_out(state: DiLoCoState, programs: Programs, record: StepRecord) -> DiLoCoState:
-    """Starts the islands that the guard left out of this step's syncs anew from Theta, with fresh moments.
+def replace_left_out(
+    state: DiLoCoState, programs: Programs, record: StepRecord, syncs: Mapping[int, SyncRecord]
+) -> DiLoCoState:
+    """Starts the islands that the guard left out of syncs of this step anew from Theta, with fresh moments.
+
+    Args:
+        state: The state after the syncs.
+        programs: The run's programs.
+        record: The step.
+        syncs: Those of its syncs that islands have not been healed of, by fragment.
 
     Raises:
         RunError: If no island is left that trains.
     """
     step = int(state.step)
-    left_out = {island: fragment for fragment, sync in record.syncs.items() for island in sync.broken}
+    # One that has left since the capture starts from Theta when it comes again.
+    broken = {fragment: [k for k in sync.broken if k < record.active] for fragment, sync in syncs.items()}
     # Where a process speaks for all islands it need not wait for a sync to know that all are lost.
-    broken = [island for island, own in record.islands.items() if not math.isfinite(own.loss)]
-    if record.active in (len(left_out), len(broken)):
+    failed = [k for k, own in record.islands.items() if own.loss is not None and not math.isfinite(own.loss)]
+    # Of one fragment the guard's factor never leaves out all. Each fragment by itself: islands that are left out of
+    # different ones have sound numbers in the others.
+    if record.active in map(len, (failed, *broken.values())):
         raise RunError(
             f"no island has finite numbers left after step {step}. The outer parameters are untouched: the same "
             "command goes on from the last checkpoint, if there is one, and a lower optimizer.learning_rate may help; "
             f"{PATH}.guard: false leaves such islands to trainer.crash_on_nan."
         )
+    left_out = {island: fragment for fragment, islands in broken.items() for island in islands}
     for island, fragment in left_out.items():
         logger.warning(
             "Island %d is left out of the sync of fragment %d and starts anew from the outer parameters after step "
@@ -52,4 +65,4 @@ def replace_left_out(state: DiLoCoState, programs: Programs, record: StepRecord)
     if not left_out:
         return state
     chosen = np.isin(np.arange(len(state.islands.failed)), list(left_out))
-    return programs.seed(state, chosen, record.active, copied=False)
+    return programs.restart(state, chosen, record.active, copied=False)

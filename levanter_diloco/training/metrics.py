@@ -20,7 +20,7 @@ their names end in `/fragment_<f>`. Those of the islands are of those in the mea
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -32,14 +32,18 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..axes import without_island
-from ..islands.sync import LEFT_OUT, SyncReport
+from ..islands.byte_count import count_of
+from ..islands.state import Status
+from ..islands.sync import SyncReport
 
 
 @dataclass
 class IslandRecord:
     """What one island has to say of one step."""
 
-    loss: float
+    loss: float | None
+    """`None` for one that has left since the capture of a fragment that is synced now."""
+
     distance: dict[int, float] = field(default_factory=dict)
     """By synced fragment, `|Delta_k|`."""
 
@@ -52,7 +56,10 @@ class SyncRecord:
     outer_update_norm: float
     synced_bytes: int
     weights: tuple[float, ...]
-    """Of all islands, as in `SyncReport`."""
+    """Of all islands; 0 for one that is not in the mean."""
+
+    status: tuple[int, ...] = ()
+    """A `Status` for each of them; none: all counted."""
 
     @property
     def participants(self) -> list[int]:
@@ -62,17 +69,17 @@ class SyncRecord:
     @property
     def left_out(self) -> list[int]:
         """The islands that the guard left out."""
-        return [island for island, weight in enumerate(self.weights) if weight < 0]
+        return [island for island, status in enumerate(self.status) if status != Status.COUNTED]
 
     @property
     def broken(self) -> list[int]:
         """Those of them that have not yet started anew."""
-        return [island for island, weight in enumerate(self.weights) if weight == LEFT_OUT]
+        return [island for island, status in enumerate(self.status) if status == Status.LEFT_OUT]
 
 
 @dataclass
 class StepRecord:
-    """One step: the islands of this process that train, the syncs, and the bytes each island has sent so far."""
+    """One step: what this process's islands say of it, the syncs, and the bytes each island has sent so far."""
 
     islands: dict[int, IslandRecord]
     syncs: dict[int, SyncRecord]
@@ -80,19 +87,26 @@ class StepRecord:
     active: int
     """How many islands train."""
 
-    def add_sync(self, fragment: int, report: SyncReport, synced_bytes: int) -> None:
-        """Takes in the report of one fragment's sync."""
+    @property
+    def speakers(self) -> set[int]:
+        """The islands of the run that have something to say of it: those that train, and those in the mean."""
+        return set(range(self.active)).union(*(sync.participants for sync in self.syncs.values()))
+
+    def add_sync(self, fragment: int, report: SyncReport, owned: Collection[int]) -> SyncRecord:
+        """Takes in the report of one fragment's sync, with the distances of the islands `owned` by this process."""
         norms = float(report.outer_grad_norm), float(report.outer_update_norm)
-        weights = tuple(np.asarray(report.weights)[: self.active].tolist())
-        self.syncs[fragment] = SyncRecord(*norms, synced_bytes, weights)
+        weights, status = (tuple(np.asarray(x).tolist()) for x in report.attendance)
+        self.syncs[fragment] = SyncRecord(*norms, count_of(report.sent_bytes), weights, status)
+        # Participation is fixed at the capture: one that has left since is in the mean, and in what is said of it.
         for island, distance in local_values(report.island_distance).items():
-            if island in self.islands:
-                self.islands[island].distance[fragment] = distance
+            if island in self.speakers.intersection(owned):
+                self.islands.setdefault(island, IslandRecord(None)).distance[fragment] = distance
+        return self.syncs[fragment]
 
 
-def metrics_of(islands: Mapping[int, IslandRecord], step: StepRecord, complete: bool = True) -> dict[str, float]:
-    """Returns the metrics of one step from the records of its islands; `complete` if none is missing."""
-    losses = {island: record.loss for island, record in sorted(islands.items())}
+def metrics_of(islands: Mapping[int, IslandRecord], step: StepRecord) -> dict[str, float]:
+    """Returns the metrics of one step from the records of its islands."""
+    losses = {island: record.loss for island, record in sorted(islands.items()) if record.loss is not None}
     metrics: dict[str, float] = {"diloco/bytes_per_island": step.bytes_per_island}
     if not losses:  # an island that spans processes speaks through one of them
         return metrics
@@ -100,7 +114,7 @@ def metrics_of(islands: Mapping[int, IslandRecord], step: StepRecord, complete: 
     metrics["train/loss"] = mean_loss(losses.values())
     metrics["diloco/loss_spread"] = max(losses.values()) - min(losses.values())
     for fragment, sync in step.syncs.items():
-        values = _sync_metrics(islands, fragment, sync, complete)
+        values = _sync_metrics(islands, fragment, sync)
         suffix = f"/fragment_{fragment}" if len(step.syncs) > 1 else ""
         metrics |= {f"diloco/{name}{suffix}": value for name, value in values.items()}
     return metrics
@@ -112,9 +126,7 @@ def mean_loss(losses: Iterable[float]) -> float:
     return float(np.mean(finite)) if finite else math.nan
 
 
-def _sync_metrics(
-    islands: Mapping[int, IslandRecord], fragment: int, sync: SyncRecord, complete: bool
-) -> dict[str, float]:
+def _sync_metrics(islands: Mapping[int, IslandRecord], fragment: int, sync: SyncRecord) -> dict[str, float]:
     values: dict[str, float] = {
         "synced_fragment": fragment,
         "synced_bytes": sync.synced_bytes,
@@ -123,12 +135,14 @@ def _sync_metrics(
         "participants": len(sync.participants),
         "left_out": len(sync.left_out),
     }
-    present = [island for island in sync.participants if island in islands]
+    known = {island: islands[island].distance for island in sync.participants if island in islands}
+    present = [island for island, distance in known.items() if fragment in distance]
     if not present:
         return values
-    distances = np.array([islands[island].distance[fragment] for island in present])
+    distances = np.array([known[island][fragment] for island in present])
     values |= {"island_distance": float(np.mean(distances)), "island_distance_max": float(max(distances))}
-    if complete and len(present) > 1:
+    # The mean's norm is of all participants: with one missing, the cosine of the others would be wrong.
+    if len(present) == len(sync.participants) > 1:
         weights = np.array([sync.weights[island] for island in present])
         values["outer_grad_cosine"] = mean_cosine(distances * weights / np.mean(weights), sync.outer_grad_norm)
     return values

@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step, and in three lines at its end."""
+"""The summary of a run: its figures and warnings before the first step, and three lines at its end."""
 
 import logging
 import math
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import equinox as eqx
 import jax
 from humanfriendly import format_size
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import PyTree
 
 from ..axes import Params
 from ..errors import PATH
@@ -38,16 +38,11 @@ class Traffic:
     def of(cls, state: DiLoCoState, sync: Sync) -> "Traffic":
         by_fragment: list[int] = []
         for part, count in sync.partition.parts.items():
-            gradients = eqx.filter_eval_shape(sync.capture, state, Place(part, 0))
-            by_fragment += [sync.exchange.payload_bytes(gradients)] * count
+            gradients = eqx.filter_eval_shape(sync.displacement, state, Place(part, 0))
+            by_fragment += [sync.all_reduce.payload_bytes(gradients)] * count
         num_islands = state.islands.key.shape[0]
         gradient = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.islands.params)) // num_islands
         return cls(tuple(by_fragment), gradient, num_islands == 1)
-
-    def sent(self, outer_steps: Int[Array, " P"]) -> int:
-        """Bytes an island has sent when its fragments have taken `outer_steps` outer steps each."""
-        counts = outer_steps.tolist()
-        return sum(count * self.of_sync(fragment) for fragment, count in enumerate(counts))
 
     def of_sync(self, fragment: int) -> int:
         """Bytes an island sends for one sync of `fragment`."""
@@ -58,20 +53,20 @@ def announce(
     config: DiLoCoTrainerConfig, state: DiLoCoState, partition: Partition, traffic: Traffic
 ) -> dict[str, int]:
     """Logs the summary and its warnings, and returns its figures for the tracker."""
-    schedule, layout = config.diloco.schedule, config.layout
+    schedule, islands = config.diloco.schedule, config.islands
     outer = state.theta
     figures = {
-        "islands": layout.num_islands,
-        "islands_per_slot": layout.per_slot,
-        "devices_per_slot": config.device_mesh.size // layout.num_slots,
+        "islands": islands.num_islands,
+        "islands_per_slot": islands.per_slot,
+        "devices_per_slot": config.device_mesh.size // islands.num_slots,
         "num_fragments": schedule.num_fragments,
         "steps_per_sync": schedule.steps_per_sync,
         "effective_period": schedule.effective_period,
         "bytes_per_sync": max(traffic.by_fragment),
         "bytes_per_period": sum(traffic.by_fragment),
         "data_parallel_bytes_per_period": traffic.data_parallel * schedule.effective_period,
-        "memory_added_per_device": _memory_added(state, layout.per_slot, "device"),
-        "host_memory_added_per_device": _memory_added(state, layout.per_slot, "pinned_host"),
+        "memory_added_per_device": _memory_added(state, islands.per_slot, "device"),
+        "host_memory_added_per_device": _memory_added(state, islands.per_slot, "pinned_host"),
     }
     for line in _lines(config, partition, outer, traffic, figures):
         logger.info(line)
@@ -80,12 +75,10 @@ def announce(
     return {f"diloco/{name}": value for name, value in figures.items()}
 
 
-def farewell(
-    eval_loss: float | None, traffic: Traffic, outer_steps: Int[Array, " P"], steps: int, checkpoint: str
-) -> str:
-    """Returns the closing lines of a run of `steps` inner steps."""
+def farewell(eval_loss: float | None, traffic: Traffic, sent: int, steps: int, checkpoint: str) -> str:
+    """Returns the closing lines of a run of `steps` inner steps, in which an island has sent `sent` bytes."""
     evaluated = "none evaluated" if eval_loss is None else f"{eval_loss:.4f} (perplexity {math.exp(eval_loss):.1f})"
-    sent, parallel = traffic.sent(outer_steps), traffic.data_parallel * steps
+    parallel = traffic.data_parallel * steps
     sizes = [format_size(size, binary=True) for size in (sent, parallel)]
     ratio = f", {parallel / sent:.1f} times less" if sent else ""
     return (
@@ -129,11 +122,11 @@ def cadence_warnings(config: DiLoCoTrainerConfig) -> Iterator[str]:
 def _lines(
     config: DiLoCoTrainerConfig, partition: Partition, outer: Params, traffic: Traffic, figures: dict[str, int]
 ) -> Iterator[str]:
-    diloco, layout, mesh = config.diloco, config.layout, config.device_mesh
-    yield f"DiLoCo: {layout.num_islands} island(s), {layout.per_slot} on each of {layout.num_slots} mesh slot(s)"
-    for slot, devices in enumerate(mesh.devices.reshape(layout.num_slots, -1)):
-        first = slot * layout.per_slot
-        names = f"island {first}" if layout.per_slot == 1 else f"islands {first}-{first + layout.per_slot - 1}"
+    diloco, islands, mesh = config.diloco, config.islands, config.device_mesh
+    yield f"DiLoCo: {islands.num_islands} island(s), {islands.per_slot} on each of {islands.num_slots} mesh slot(s)"
+    for slot, devices in enumerate(mesh.devices.reshape(islands.num_slots, -1)):
+        first = slot * islands.per_slot
+        names = f"island {first}" if islands.per_slot == 1 else f"islands {first}-{first + islands.per_slot - 1}"
         yield f"  {names}: {len(devices)} x {devices[0].device_kind}, ids {devices[0].id}-{devices[-1].id}"
     for fragment, size in enumerate(traffic.by_fragment):
         yield f"  fragment {fragment}: {partition.describe(outer, fragment)}, {format_size(size, binary=True)}"

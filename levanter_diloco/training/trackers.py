@@ -1,4 +1,4 @@
-"""How the islands' metrics reach a tracker, without a barrier between islands."""
+"""Trackers of islands: metrics of all of them reach the run's trackers, without a barrier between islands."""
 
 import json
 from collections.abc import Mapping
@@ -30,12 +30,14 @@ class Board:
         self._horizon = horizon
 
     def post(self, step: int, islands: Mapping[int, IslandRecord]) -> None:
+        """Leaves the records of this process's islands for a step, in place of those it has left before."""
         records = json.dumps({island: asdict(record) for island, record in islands.items()})
-        self._client.key_value_set(f"{self._prefix}/{step}/{jax.process_index()}", records)
+        self._client.key_value_set(f"{self._prefix}/{step}/{jax.process_index()}", records, allow_overwrite=True)
         if step >= self._horizon:
             self._client.key_value_delete(f"{self._prefix}/{step - self._horizon}/{jax.process_index()}")
 
     def look(self, step: int) -> dict[int, IslandRecord]:
+        """Reads what all processes have left for a step so far."""
         found: dict[int, IslandRecord] = {}
         for _, records in self._client.key_value_dir_get(f"{self._prefix}/{step}/"):
             for island, record in json.loads(records).items():
@@ -59,7 +61,7 @@ class IslandTracker(CompositeTracker):
         self._records: dict[int, StepRecord] = {}
 
     def report(self, step: int, record: StepRecord) -> None:
-        """Takes this process's record of `step`, the tracker's zero-based step."""
+        """Takes this process's record of `step`, the tracker's zero-based step; the newest one may come again."""
         if self._board is None:
             super().log(metrics_of(record.islands, record), step=step)
             return
@@ -85,9 +87,9 @@ class IslandTracker(CompositeTracker):
         for step in sorted(self._held.keys() | self._records.keys()):
             record = self._records.get(step)
             islands = {} if record is None or self._board is None else self._board.look(step)
-            complete = record is None or len(islands) == record.active
+            complete = record is None or islands.keys() >= record.speakers
             # The newest step is still being logged; an older one waits for the slowest island.
             if not everything and (step >= newest or not complete):
                 return
-            own = {} if record is None else metrics_of(islands, self._records.pop(step), complete)
+            own = {} if record is None else metrics_of(islands, self._records.pop(step))
             super().log({**self._held.pop(step, {}), **own}, step=step)

@@ -18,9 +18,8 @@ from levanter.trainer import Trainer, TrainStepResult, _unify_model_and_model_in
 from levanter.trainer_state import trainables_only
 from levanter.utils.types import ComputeLossFunction
 
-from ..algorithm.wire import wire_format
 from ..checkpoint import orbax
-from ..checkpoint.compatibility import holds_islands
+from ..checkpoint.codec import holds_islands
 from ..checkpoint.loading import StateLoader
 from ..checkpoint.recovery import (
     checkpoint_to_resume,
@@ -29,11 +28,12 @@ from ..checkpoint.recovery import (
 )
 from ..checkpoint.saving import prepare
 from ..host.checkpointer import save_along, save_without_barriers
-from ..islands.all_reduce import Exchange
+from ..islands.byte_count import count_of
 from ..islands.layout import Layout
 from ..islands.programs import Programs
 from ..islands.state import DiLoCoState, OuterStepInfo
-from ..islands.sync import Guard, Sync, SyncReport
+from ..islands.sync import SyncReport
+from .build import build_sync
 from .config import DiLoCoTrainerConfig
 from .membership import admit, replace_left_out
 from .metrics import (
@@ -49,6 +49,9 @@ from .summary import Traffic, announce, farewell
 from .trackers import Board, IslandTracker
 
 logger = logging.getLogger(__name__)
+
+Reports = list[tuple[int, SyncReport]]
+"""Of the syncs of one step, in order, each with its fragment; on the devices until they are read."""
 
 
 class DiLoCoTrainer(Trainer):
@@ -69,54 +72,42 @@ class DiLoCoTrainer(Trainer):
         *,
         add_default_hooks: bool = True,
     ):
-        diloco = config.diloco
-        if add_default_hooks:  # among which is the host's checkpointer, that would die of it
-            set_unfinished_aside(config.own_checkpoint_paths)
+        if add_default_hooks:
+            # The host's constructor looks for temporary checkpoints, and would die of one that cannot be read.
             refuse_without_metadata(config.own_checkpoint_paths)
         super().__init__(config, optimizer, loss_fn, add_default_hooks=add_default_hooks)
-        self.schedule = diloco.schedule
-        layout = Layout(diloco, config.layout.num_islands, config.island_sharding)
+        layout = Layout(config.diloco, config.islands.num_islands, config.island_sharding)
+        self.schedule, self.participation = config.diloco.schedule, config.participation
         self.partition = layout.partition
-        # A fragment syncs once a period, begun ones included, and once more in the final sync.
-        outer_steps = -(-config.num_train_steps // self.schedule.effective_period) + diloco.final_sync
-        outer_optimizer = diloco.outer.build(outer_steps)
-        wire = wire_format(diloco.wire, diloco.wire_block, diloco.wire_rounding == "stochastic")
-        exchange = Exchange(
-            self.device_mesh,
-            self.parameter_axis_mapping,
-            wire,
-            self.schedule.num_pieces,
-            config.placement.sharded,
-        )
-        self.sync = Sync(
-            self.partition,
-            outer_optimizer,
-            diloco.mixing_alpha,
-            exchange,
-            config.placement,
-            optimizer,
-            Guard(diloco.guard, diloco.guard_factor),
-        )
+        self.sync = build_sync(config, layout.partition, optimizer)
         self.loader = StateLoader(layout, self.sync, config.mp, config.allow_partial_checkpoint)
-        self.participation = config.participation
         with levanter.tracker.current_tracker(self.tracker):  # else it would start trackers of its own
             self._island_trainer = Trainer(config.island_config, optimizer, loss_fn, add_default_hooks=False)
         self._island_trainer.hooks = self.hooks
-        self._owned = owned_islands(self.device_mesh, config.layout.per_slot)
+        self._owned = owned_islands(self.device_mesh, config.islands.per_slot)
         self._programs: Programs | None = None
-        board = None
-        if jax.process_count() > 1:
-            if self._owned:
-                # A sync ends any larger lead of one process over another.
-                board = Board(self.run_id, 2 * (self.schedule.effective_period + self.schedule.overlap_steps))
-            if self._checkpointer is not None:
-                save_without_barriers(self._checkpointer, lambda step: self.schedule.crossing(step + 1) is not None)
-        if self._checkpointer is not None:
-            facts = {"mesh": self.device_mesh, "num_islands": layout.num_islands, "diloco": diloco}
-            save_along(self._checkpointer, functools.partial(prepare, **facts))
+        self._record: StepRecord | None = None
+        self._save_islands()
         # pyrefly: ignore[bad-argument-type]  the host has just set a tracker of its own
         loggers: list[Tracker] = getattr(self.tracker, "loggers", [self.tracker])
-        self.tracker = IslandTracker(loggers, board)
+        self.tracker = IslandTracker(loggers, self._board())
+
+    def _save_islands(self) -> None:
+        """Lets the host's checkpointer save what islands need besides, and wait for no other process at a sync."""
+        if self._checkpointer is None:
+            return
+        if jax.process_count() > 1:
+            save_without_barriers(self._checkpointer, lambda step: self.schedule.crossing(step + 1) is not None)
+        config = self.config
+        facts = {"mesh": self.device_mesh, "num_islands": config.islands.num_islands, "diloco": config.diloco}
+        save_along(self._checkpointer, functools.partial(prepare, **facts))
+
+    def _board(self) -> Board | None:
+        """Where this process leaves its islands' records for others, if there are any."""
+        if jax.process_count() == 1 or not self._owned:
+            return None
+        # A sync ends any larger lead of one process over another.
+        return Board(self.run_id, 2 * (self.schedule.effective_period + self.schedule.overlap_steps))
 
     def initial_state(
         self,
@@ -135,6 +126,8 @@ class DiLoCoTrainer(Trainer):
         init = _unify_model_and_model_init(model, model_init)
         outer = trainables_only(eqx.filter_eval_shape(init), is_trainable)
         self.partition.check(outer)
+        if self._checkpointer is not None:
+            set_unfinished_aside(self.config.own_checkpoint_paths)
         paths, load = self.checkpoint_load_plan()
         path = checkpoint_to_resume(paths, self.config.diloco.on_damaged_checkpoint) if load else None
         if path is not None and holds_islands(path):
@@ -154,7 +147,8 @@ class DiLoCoTrainer(Trainer):
         info = super().train(state, train_loader)
         if jax.process_index() == 0:
             checkpoint = f"{self._checkpointer.base_path}/step-{info.step}" if self._checkpointer else "none"
-            print(farewell(self.tracker.eval_loss, self.traffic, info.state.outer_steps, info.next_step, checkpoint))
+            sent = count_of(info.state.sent_bytes)
+            print(farewell(self.tracker.eval_loss, self.traffic, sent, info.next_step, checkpoint))
         return info
 
     # pyrefly: ignore[bad-override]
@@ -165,7 +159,9 @@ class DiLoCoTrainer(Trainer):
         if info is not None and info.next_step < self.num_train_steps and self.config.diloco.final_sync:
             # The data ended early, so no step knew that it was the last. The host's closing hooks come next.
             logger.info("The data ended at step %d: final sync.", info.next_step)
-            info.state = self._settle(info.state, StepRecord({}, {}, 0, int(info.state.active)))
+            assert self._record is not None  # a step was taken
+            state, reports = self._final_sync(info.state)
+            info.state = self._account(state, self._record, reports)
 
     # pyrefly: ignore[bad-override]
     def run_hooks(self, info: StepInfo[DiLoCoState], force: bool = False) -> None:
@@ -186,34 +182,38 @@ class DiLoCoTrainer(Trainer):
         programs, schedule = self.programs_for(state), self.schedule
         step, since = int(state.step) + 1, int(state.settled)
         state = admit(state, programs, self.participation, copied=self.config.diloco.join_moments == "copied")
+        active = int(state.active)
         crossing, captured = schedule.crossing(step, since), schedule.captured(step, since)
         weights = None if captured is None else self.participation.weights(step, captured, since)
         data = (batch, batch_kwargs)
         state, inner, report = programs.step(state, data, crossing=crossing, weights=weights, hooks=hooks)
-        losses = local_values(inner.loss)
-        active = int(state.active)
-        present = {k: IslandRecord(loss) for k, loss in losses.items() if k in self._owned and k < active}
-        record = StepRecord(present, {}, 0, active)
-        self._note(record, None if crossing is None else crossing.fragment, report)
+        reports = [] if crossing is None or report is None else [(crossing.fragment, report)]
+        # Everything of this step is dispatched before a number of it is read, or the devices would wait for the host.
         if schedule.overlap_steps > 0:
             if (merging := schedule.merged(step, since)) is not None:
                 state, _ = programs.apply("merge", state, merging)
             if captured is not None:
-                state, _ = programs.apply("keep", state, captured, weights)
+                state, _ = programs.apply("capture", state, captured, weights)
         if step == self.num_train_steps and self.config.diloco.final_sync:
-            state = self._settle(state, record)
-        if self.config.diloco.guard:
-            state = replace_left_out(state, programs, record)
-        record.bytes_per_island = self.traffic.sent(state.outer_steps)
-        self.tracker.report(step - 1, record)
+            state, more = self._final_sync(state)
+            reports += more
+        losses = local_values(inner.loss)
+        own = {k: IslandRecord(loss) for k, loss in losses.items() if k in self._owned and k < active}
+        self._record = StepRecord(own, {}, 0, active)
+        state = self._account(state, self._record, reports)
         log_optimizer_hyperparams(inner_hyperparameters(state.islands.opt_state), prefix="optim", step=step - 1)
         infos = first_local(inner.hook_infos) if hooks else None
         loss_metrics = {name: self._local_mean(values, active) for name, values in inner.loss_metrics.items()}
         return TrainStepResult(self._local_mean(inner.loss, active), state, loss_metrics, infos)
 
-    def _note(self, record: StepRecord, fragment: int | None, report: SyncReport | None) -> None:
-        if fragment is not None and report is not None:
-            record.add_sync(fragment, report, self.traffic.of_sync(fragment))
+    def _account(self, state: DiLoCoState, record: StepRecord, reports: Reports) -> DiLoCoState:
+        """Reads the reports of syncs into the record of their step and reports that; heals what the guard left out."""
+        syncs = {fragment: record.add_sync(fragment, report, self._owned) for fragment, report in reports}
+        if self.config.diloco.guard:
+            state = replace_left_out(state, self.programs_for(state), record, syncs)
+        record.bytes_per_island = count_of(state.sent_bytes)
+        self.tracker.report(int(state.step) - 1, record)
+        return state
 
     def _local_mean(self, per_island: jax.Array, active: int) -> Any:  # Any: a float where the host has an array
         """Mean over the islands of this process that train; with the guard, of what is finite."""
@@ -228,20 +228,21 @@ class DiLoCoTrainer(Trainer):
             self._programs = Programs(self._island_trainer, self.sync, self.config.diloco.islands_per_slot, state)
         return self._programs
 
-    def _settle(self, state: DiLoCoState, record: StepRecord) -> DiLoCoState:
-        """The final sync: merges what is in flight, then syncs each fragment that still has unsynced progress."""
+    def _final_sync(self, state: DiLoCoState) -> tuple[DiLoCoState, Reports]:
+        """Merges what is in flight, then syncs each fragment that still has unsynced progress."""
         programs, schedule = self.programs_for(state), self.schedule
         step, since = int(state.step), int(state.settled)
+        reports: Reports = []
         for crossing in schedule.to_cross(step, since):
-            state, report = programs.cross(state, crossing)
-            self._note(record, crossing.fragment, report)
+            state, report = programs.reduce_and_step(state, crossing)
+            reports += [] if report is None else [(crossing.fragment, report)]
         for _, fragment in schedule.unmerged(step, since):
             state, _ = programs.apply("merge", state, fragment)
         for fragment in schedule.unsynced(step, self.config.diloco.mixing_alpha, since):
             weights = self.participation.weights(step, fragment, since)
-            state, report = programs.apply("whole", state, fragment, weights)
-            self._note(record, fragment, report)
-        return programs.settle(state)
+            state, report = programs.apply("sync", state, fragment, weights)
+            reports += [] if report is None else [(fragment, report)]
+        return programs.mark_settled(state), reports
 
     def _maybe_save_jaxpr(self, name: str, fn: Any, *args: Any, **kwargs: Any) -> Any:  # Any: as the host's
         """Writes the host's artifacts, `<name>.jaxpr.txt.gz` and `<name>.hlo.txt`, for the inner step program."""

@@ -21,7 +21,7 @@ from levanter_diloco.algorithm.schedule import Schedule
 from levanter_diloco.axes import ISLAND, Params
 from levanter_diloco.fragments.layers import LayerPartition
 from levanter_diloco.fragments.partition import Partition
-from levanter_diloco.options.config import NesterovConfig
+from levanter_diloco.options.outer import NesterovConfig
 
 Embed = Axis("embed", 3)
 CASES = json.loads((DATA / "trajectories.json").read_text())

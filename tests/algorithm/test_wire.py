@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from levanter_diloco.algorithm.wire import as_integers, from_integers, register_wire, wire_format, wire_names
+from levanter_diloco.algorithm.codecs import as_integers, from_integers, wire_format
+from levanter_diloco.algorithm.wire import BUILT_IN, register_wire, wire_block_bytes, wire_names
 
 KEY = jax.random.key(0)
 LOSSY = [name for name in wire_names() if name != "f32"]
@@ -54,6 +55,12 @@ def test_bf16_by_hand():
 def test_bytes_of_a_block_by_hand(name: str, count: int):
     # 8 elements of 4, 2, 1, 1/2 bytes, and a scale of 4 bytes where there is one.
     assert wire_format(name, BLOCK, False).block_bytes == count
+
+
+@pytest.mark.parametrize("block", [2, BLOCK, 256])
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_declared_cost_is_that_of_what_the_codec_makes(name: str, block: int):
+    assert wire_block_bytes(name, block) == wire_format(name, block, False).block_bytes
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -154,7 +161,8 @@ def test_integers_restore_every_dtype():
 
 
 def test_plugin_adds_a_format():
-    from levanter_diloco.algorithm.wire import _FORMATS, Bf16
+    from levanter_diloco.algorithm.codecs import Bf16
+    from levanter_diloco.algorithm.wire import _FORMATS
     from levanter_diloco.options.config import DiLoCoConfig
 
     with pytest.raises(

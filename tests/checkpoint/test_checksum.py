@@ -37,3 +37,29 @@ def test_checksum_tells_any_bit_and_any_exchange() -> None:
     assert len(seen) == 1 + values.size * 32
     ramp = np.arange(4, dtype=np.float32)
     assert sum_on_host(ramp, (0,), (4,)) != sum_on_host(ramp[[1, 0, 2, 3]], (0,), (4,))
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "float64"])
+def test_both_halves_of_a_wide_element_count(dtype: str):
+    values = np.arange(24, dtype=dtype).reshape(4, 6)
+    bits = values.view("u8")
+    before = sum_on_host(values, (0, 0), values.shape)
+    changed = {before}
+    for bit in range(64):
+        bits[2, 3] ^= np.uint64(1 << bit)
+        changed.add(sum_on_host(values, (0, 0), values.shape))
+        bits[2, 3] ^= np.uint64(1 << bit)
+    assert len(changed) == 65
+
+
+def test_wide_elements_have_one_checksum_on_devices_and_in_chunks():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    values = np.arange(24, dtype="int64").reshape(4, 6) << 30
+    whole = sum_on_host(values, (0, 0), values.shape)
+    assert np.asarray(device_sums(values, mesh)).sum(dtype=np.uint32) == whole
+    chunks = [sum_on_host(values[i : i + 2], (i, 0), values.shape) for i in (0, 2)]
+    assert np.array(chunks).sum(dtype=np.uint32) == whole
+    with jax.enable_x64(True):
+        sharded = jax.device_put(values, NamedSharding(mesh, PartitionSpec("data")))
+        assert sharded.dtype == np.int64
+        assert np.asarray(device_sums(sharded, mesh)).sum(dtype=np.uint32) == whole

@@ -19,8 +19,8 @@ from levanter.utils.mesh import MeshConfig
 
 from helpers.toy_model import Block, Embed, Entry, Layer, Toy, entered, numbers, toy_batch, toy_loss, trainer_config
 from levanter_diloco.errors import ModelError, OptionError
-from levanter_diloco.options.config import AdamConfig as OuterAdamConfig
-from levanter_diloco.options.config import OuterOptimizerConfig, SgdConfig
+from levanter_diloco.options.outer import AdamConfig as OuterAdamConfig
+from levanter_diloco.options.outer import OuterOptimizerConfig, SgdConfig
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
@@ -230,7 +230,7 @@ def test_change_upon_change_and_back(four: Saved, tmp_path: Path) -> None:
         same(momentum(state, owned), momentum(four.state, LAYERS3))
         old = Saved(path / "saved", state)
     same(going_on(old.state.islands), going_on(four.state.islands))
-    for field in ("model", "opt_state", "outer_steps", "schedule"):
+    for field in ("model", "opt_state", "outer_steps", "layout"):
         same(getattr(old.state, field), getattr(four.state, field))
 
 

@@ -255,7 +255,7 @@ def test_export_of_an_adapter_is_refused(
     with set_mesh(Mesh(np.array(jax.devices()[:1]), ("data",))):
         with_lora = adapter.apply(model, key=jax.random.PRNGKey(0), axis_mapping={})
     own = trainables_only(with_lora, adapter.trainable_filter(with_lora))
-    save_checkpoint({"model": own, "schedule": {"islands": 2}}, 1, tmp_path / "lora")
+    save_checkpoint({"model": own, "layout": {"islands": 2}}, 1, tmp_path / "lora")
     flags = ["--checkpoint", str(tmp_path / "lora"), "--format", "levanter", "--to", str(tmp_path / "x")]
     assert "it holds LoRA's parameters alone" in refusal(capsys, "export", *flags)
 

@@ -45,6 +45,9 @@ class Workplace:
 
     root: Path
 
+    compiled: Path
+    """The compile cache."""
+
     def config(self, name: str, diloco: Mapping[str, Any] | None = None, **changes: Any) -> Path:
         """Writes the tiny YAML of a run that keeps everything it makes in `root/name`; returns the YAML's path.
 
@@ -113,7 +116,7 @@ class Workplace:
 
     def environment(self, devices: int = 4, **more: str) -> dict[str, str]:
         return {
-            "JAX_COMPILATION_CACHE_DIR": str(self.root / "xla"),
+            "JAX_COMPILATION_CACHE_DIR": str(self.compiled),
             **os.environ,
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(devices),

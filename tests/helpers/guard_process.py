@@ -14,7 +14,7 @@ from levanter.utils.mesh import MeshConfig
 
 from helpers.toy_model import Toy, entered, toy_batch, toy_loss, trainer_config
 from levanter_diloco.errors import RunError
-from levanter_diloco.options.config import SgdConfig
+from levanter_diloco.options.outer import SgdConfig
 
 
 def main(process: int, port: str, folder: Path) -> None:

@@ -126,7 +126,7 @@ class DiLoCo:
         if o.overlap_steps > 0:
             self.capture(o.captured(t))
         if last and o.final_sync:
-            self.settle()
+            self.final_sync()
 
     def capture(self, fragment: int | None) -> None:
         if fragment is not None:
@@ -158,7 +158,7 @@ class DiLoCo:
             for k in np.flatnonzero(capture.weights):
                 self.islands[k, mask] = alpha * self.islands[k, mask] + (1 - alpha) * self.outer[mask]
 
-    def settle(self) -> None:
+    def final_sync(self) -> None:
         """The final sync: all that is in flight lands, and what islands hold beyond it is synced at once."""
         o, t = self.options, self.completed
         self.outer_steps(t)

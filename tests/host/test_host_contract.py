@@ -266,9 +266,9 @@ def test_composite_tracker_keeps_its_loggers() -> None:
 
 def test_manifest_lists_array_paths() -> None:
     manifest = importlib.import_module("levanter.checkpoint_manifest")
-    array = manifest.CheckpointArray(path="schedule/islands", shape=(), dtype="int32", chunk_shape=())
+    array = manifest.CheckpointArray(path="layout/islands", shape=(), dtype="int32", chunk_shape=())
     built = manifest.build_manifest([array], array_driver="zarr3", kvstore_driver="ocdbt")
-    assert "schedule/islands" in built.array_paths
+    assert "layout/islands" in built.array_paths
 
 
 @pytest.mark.parametrize("name", ["key_value_set", "key_value_delete", "key_value_dir_get"])

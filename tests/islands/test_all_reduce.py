@@ -16,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 
+from levanter_diloco.algorithm.codecs import F32, wire_format
 from levanter_diloco.algorithm.outer import outer_gradient
-from levanter_diloco.algorithm.wire import F32, WireFormat, wire_format, wire_names
-from levanter_diloco.islands.all_reduce import Exchange
+from levanter_diloco.algorithm.wire import WireFormat, wire_names
+from levanter_diloco.islands.all_reduce import AllReduce
+from levanter_diloco.islands.vector_mean import VectorMean
 
 Embed, Mlp, Row = Axis("embed", 8), Axis("mlp", 6), Axis("row", 3)
 MAPPING = {"diloco": "diloco", "embed": "data", "mlp": "model"}
@@ -77,8 +79,8 @@ def weights_bytes(gradients: Any) -> int:
 
 
 def compiled(mesh: Mesh, gradients: Any, wire: WireFormat = F32_WIRE) -> jax.stages.Compiled:
-    exchange = Exchange(mesh, MAPPING, wire)
-    return jax.jit(lambda tree: exchange.mean(tree, alike(tree), jax.random.key(0)).mean).lower(gradients).compile()
+    all_reduce = AllReduce(mesh, MAPPING, wire)
+    return jax.jit(lambda tree: all_reduce.mean(tree, alike(tree), jax.random.key(0)).mean).lower(gradients).compile()
 
 
 def exact_mean(x: NamedArray) -> np.ndarray:
@@ -200,7 +202,7 @@ def test_mean_by_hand():
     # Islands 1 and 2 on each element but the last, where they are 5 and -1.
     mesh = mesh_of("2 islands x 4 data")
     gradients = {"embed": hax.named(jnp.array([[1.0] * 7 + [5.0], [2.0] * 7 + [-1.0]]), (Axis("diloco", 2), Embed))}
-    mean = Exchange(mesh, MAPPING, F32(2)).mean(gradients, jnp.ones(2), jax.random.key(0)).mean["embed"]
+    mean = AllReduce(mesh, MAPPING, F32(2)).mean(gradients, jnp.ones(2), jax.random.key(0)).mean["embed"]
     assert mean.axes == (Embed,)
     assert mean.array.tolist() == [1.5] * 7 + [2.0]
 
@@ -335,11 +337,11 @@ def test_bytes_on_the_wire_are_the_payload(wire: str, kind: str):
     # 8 islands: 4 bits are gathered; 8 bits are scattered, and the f32 means of the shares gathered.
     mesh = mesh_of("8 islands of 1 device")
     gradients = gradients_on(mesh, LEAVES)
-    exchange = Exchange(mesh, MAPPING, wire_format(wire, 64, False))
-    crossing = between_islands(compiled(mesh, gradients, exchange.wire).as_text(), mesh)
+    all_reduce = AllReduce(mesh, MAPPING, wire_format(wire, 64, False))
+    crossing = between_islands(compiled(mesh, gradients, all_reduce.wire).as_text(), mesh)
     assert kind in {collective.kind for collective in crossing}
     sent = sum(one.sent // (8 if one.kind == "all-gather" else 1) for one in crossing)
-    assert sent - weights_bytes(gradients) == exchange.payload_bytes(gradients)
+    assert sent - weights_bytes(gradients) == all_reduce.payload_bytes(gradients)
     if wire == "e3m0":
         # Small leaves are joined: 24 + 6 + 48 + 12 + 35 + 1 + 1 elements in 2 blocks, of 32 bytes and a scale each.
         assert sent - weights_bytes(gradients) == 2 * 36
@@ -349,9 +351,9 @@ def test_payload_by_hand():
     # A leaf on 4 devices in shards of 6 elements: a block of 8 on each, 4 bytes of codes and 4 of scale, twice.
     mesh = mesh_of("2 islands x 4 data")
     gradients = gradients_on(mesh, {"sharded": (Row, Embed)})
-    assert Exchange(mesh, MAPPING, wire_format("int4", 8, False)).payload_bytes(gradients) == 4 * 8
-    assert Exchange(mesh, MAPPING, wire_format("int4", 8, False), num_pieces=2).payload_bytes(gradients) == 2 * 4 * 8
-    assert Exchange(mesh, MAPPING, F32(2)).payload_bytes(gradients) == 4 * 24
+    assert AllReduce(mesh, MAPPING, wire_format("int4", 8, False)).payload_bytes(gradients) == 4 * 8
+    assert AllReduce(mesh, MAPPING, wire_format("int4", 8, False), num_pieces=2).payload_bytes(gradients) == 2 * 4 * 8
+    assert AllReduce(mesh, MAPPING, F32(2)).payload_bytes(gradients) == 4 * 24
 
 
 @pytest.mark.parametrize("wire", ["int8", "e3m0"])
@@ -360,7 +362,7 @@ def test_scattering_changes_no_bit(wire: str, monkeypatch: pytest.MonkeyPatch):
     gradients = gradients_on(mesh, LEAVES)
     results = []
     for scatters in (True, False):
-        monkeypatch.setattr(Exchange, "_scatters", lambda self, slots, on_slot, scatters=scatters: scatters)
+        monkeypatch.setattr(VectorMean, "scatters", lambda self, slots, on_slot, scatters=scatters: scatters)
         results.append(compiled(mesh, gradients, wire_format(wire, 4, True))(gradients))
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-7)
@@ -383,9 +385,9 @@ def test_pieces_are_the_whole_bit_for_bit(name: str, num_pieces: int):
     mesh = mesh_of(name)
     gradients = gradients_on(mesh, LEAVES)
     whole = compiled(mesh, gradients)(gradients)
-    exchange = Exchange(mesh, MAPPING, F32(2), num_pieces)
+    all_reduce = AllReduce(mesh, MAPPING, F32(2), num_pieces)
     weights = alike(gradients)
-    cross = jax.jit(lambda so_far, piece: exchange.mean(gradients, weights, jax.random.key(0), piece, so_far).mean)
+    cross = jax.jit(lambda so_far, piece: all_reduce.mean(gradients, weights, jax.random.key(0), piece, so_far).mean)
     so_far = jax.tree.map(jnp.zeros_like, whole)
     untouched = sum(np.sum(x == 0) for x in jax.tree.leaves(so_far))
     for piece in range(num_pieces):
@@ -408,11 +410,11 @@ def test_error_feedback_loses_nothing_in_the_long_run(num_pieces: int):
     # The same gradient again and again: what has been sent in all is off by one error, not by one each time.
     mesh = mesh_of("2 islands x 2 data x 2 model")
     gradients = gradients_on(mesh, LEAVES)
-    exchange = Exchange(mesh, MAPPING, wire_format("int4", 4, False), num_pieces)
+    all_reduce = AllReduce(mesh, MAPPING, wire_format("int4", 4, False), num_pieces)
     residual = jax.tree.map(jnp.zeros_like, gradients)
     zeros = jax.tree.map(jnp.zeros_like, outer_gradient(gradients))
     total = jax.tree.map(jnp.zeros_like, zeros)
-    cross = jax.jit(lambda *args: exchange.mean(gradients, alike(gradients), jax.random.key(0), *args))
+    cross = jax.jit(lambda *args: all_reduce.mean(gradients, alike(gradients), jax.random.key(0), *args))
     rounds = 8
     for _ in range(rounds):
         so_far = zeros

@@ -21,14 +21,14 @@ from levanter.utils.mesh import MeshConfig
 
 from helpers.toy_model import Toy, trainer_config
 from levanter_diloco.islands.layout import Layout
-from levanter_diloco.islands.mesh import IslandLayout, island_mesh, resolve_islands
+from levanter_diloco.islands.mesh import IslandCounts, island_mesh, resolve_islands
 from levanter_diloco.islands.state import DiLoCoState
 from levanter_diloco.options.config import DiLoCoConfig
 
 
 def resolve(
     num_devices: int = 8, num_slices: int = 1, axes: dict | None = None, dcn_axes: dict | None = None, **options: Any
-) -> IslandLayout:
+) -> IslandCounts:
     given = {} if dcn_axes is None else {"dcn_axes": dcn_axes}
     return resolve_islands(DiLoCoConfig(**options), MeshConfig(axes=axes or {}, **given), num_devices, num_slices)
 
@@ -60,33 +60,33 @@ def slices(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_islands_default_to_one_a_slice():
-    assert resolve(num_slices=4) == IslandLayout(ici=1, dcn=4, per_slot=1)
+    assert resolve(num_slices=4) == IslandCounts(ici=1, dcn=4, per_slot=1)
 
 
 def test_islands_multiply():
     layout = resolve(num_devices=16, num_slices=2, ici_islands=4, islands_per_slot=3)
-    assert layout == IslandLayout(ici=4, dcn=2, per_slot=3)
+    assert layout == IslandCounts(ici=4, dcn=2, per_slot=3)
     assert (layout.num_slots, layout.num_islands) == (8, 24)
 
 
 @pytest.mark.parametrize(
     ("arguments", "layout"),
     [
-        ({"ici_islands": -1, "axes": {"data": 2}}, IslandLayout(4, 1, 1)),
-        ({"ici_islands": -1, "axes": {"data": 2, "model": 2}}, IslandLayout(2, 1, 1)),
-        ({"ici_islands": -1, "axes": {"data": 1}, "num_slices": 2}, IslandLayout(4, 2, 1)),
-        ({"dcn_islands": -1, "num_slices": 8}, IslandLayout(1, 8, 1)),
-        ({"dcn_islands": -1, "num_slices": 8, "dcn_axes": {"replica_dcn": 2}}, IslandLayout(1, 4, 1)),
-        ({"dcn_islands": -1, "num_slices": 8, "dcn_axes": {"replica_dcn": -1}}, IslandLayout(1, 8, 1)),
-        ({"dcn_islands": 2, "num_slices": 8}, IslandLayout(1, 2, 1)),
-        ({"axes": {"diloco": 2}}, IslandLayout(2, 1, 1)),
-        ({"axes": {"diloco": -1, "data": 4}}, IslandLayout(2, 1, 1)),
-        ({"axes": {"diloco": 2}, "ici_islands": 2}, IslandLayout(2, 1, 1)),
-        ({"dcn_axes": {"diloco": 4}, "num_slices": 4}, IslandLayout(1, 4, 1)),
-        ({"dcn_axes": {"diloco": -1}, "num_slices": 4}, IslandLayout(1, 4, 1)),
+        ({"ici_islands": -1, "axes": {"data": 2}}, IslandCounts(4, 1, 1)),
+        ({"ici_islands": -1, "axes": {"data": 2, "model": 2}}, IslandCounts(2, 1, 1)),
+        ({"ici_islands": -1, "axes": {"data": 1}, "num_slices": 2}, IslandCounts(4, 2, 1)),
+        ({"dcn_islands": -1, "num_slices": 8}, IslandCounts(1, 8, 1)),
+        ({"dcn_islands": -1, "num_slices": 8, "dcn_axes": {"replica_dcn": 2}}, IslandCounts(1, 4, 1)),
+        ({"dcn_islands": -1, "num_slices": 8, "dcn_axes": {"replica_dcn": -1}}, IslandCounts(1, 8, 1)),
+        ({"dcn_islands": 2, "num_slices": 8}, IslandCounts(1, 2, 1)),
+        ({"axes": {"diloco": 2}}, IslandCounts(2, 1, 1)),
+        ({"axes": {"diloco": -1, "data": 4}}, IslandCounts(2, 1, 1)),
+        ({"axes": {"diloco": 2}, "ici_islands": 2}, IslandCounts(2, 1, 1)),
+        ({"dcn_axes": {"diloco": 4}, "num_slices": 4}, IslandCounts(1, 4, 1)),
+        ({"dcn_axes": {"diloco": -1}, "num_slices": 4}, IslandCounts(1, 4, 1)),
     ],
 )
-def test_islands_resolve(arguments: dict[str, Any], layout: IslandLayout):
+def test_islands_resolve(arguments: dict[str, Any], layout: IslandCounts):
     assert resolve(**arguments) == layout
 
 
@@ -208,33 +208,33 @@ def test_no_warning_where_one_island_is_meant_or_there_are_more(arguments: dict,
 
 def test_island_axis_comes_first_and_islands_are_blocks_of_devices():
     mesh_config = MeshConfig(axes={"data": -1, "model": 2})
-    mesh = island_mesh(mesh_config, IslandLayout(2, 1, 1), 8, 1)
+    mesh = island_mesh(mesh_config, IslandCounts(2, 1, 1), 8, 1)
     assert mesh.axis_names[0] == "diloco"
     assert mesh.shape == {"diloco": 2, "data": 2, "model": 2, "replica": 1, "replica_dcn": 1}
     assert ids(mesh) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_island_axis_written_last_by_the_user_still_comes_first():
-    mesh = island_mesh(MeshConfig(axes={"data": -1, "diloco": 4}), IslandLayout(4, 1, 1), 8, 1)
+    mesh = island_mesh(MeshConfig(axes={"data": -1, "diloco": 4}), IslandCounts(4, 1, 1), 8, 1)
     assert mesh.axis_names[0] == "diloco"
     assert ids(mesh) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_islands_on_one_slot_share_its_devices():
-    mesh = island_mesh(MeshConfig(axes={"data": -1}), IslandLayout(2, 1, 3), 8, 1)
+    mesh = island_mesh(MeshConfig(axes={"data": -1}), IslandCounts(2, 1, 3), 8, 1)
     assert mesh.shape["diloco"] == 2 and mesh.shape["data"] == 4
 
 
 @pytest.mark.parametrize(
     ("num_slices", "layout", "islands"),
     [
-        (2, IslandLayout(1, 2, 1), [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        (2, IslandLayout(2, 2, 1), [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        (4, IslandLayout(1, 4, 1), [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        (4, IslandLayout(2, 4, 1), [[0], [1], [2], [3], [4], [5], [6], [7]]),
+        (2, IslandCounts(1, 2, 1), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (2, IslandCounts(2, 2, 1), [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (4, IslandCounts(1, 4, 1), [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (4, IslandCounts(2, 4, 1), [[0], [1], [2], [3], [4], [5], [6], [7]]),
     ],
 )
-def test_islands_never_cross_slices(slices: Any, num_slices: int, layout: IslandLayout, islands: list[list[int]]):
+def test_islands_never_cross_slices(slices: Any, num_slices: int, layout: IslandCounts, islands: list[list[int]]):
     slices(num_slices)
     mesh = island_mesh(MeshConfig(axes={"data": -1}), layout, 8, num_slices)
     assert mesh.axis_names[0] == "diloco" and "diloco_dcn" not in mesh.axis_names
@@ -253,7 +253,7 @@ def test_trainer_config_finds_the_slices(slices: Any, monkeypatch: pytest.Monkey
     slices(4)
     monkeypatch.setattr(jax, "device_count", lambda *_: 8)
     config = trainer_config(tmp_path, {})
-    assert config.layout == IslandLayout(1, 4, 1)
+    assert config.islands == IslandCounts(1, 4, 1)
     assert ids(config.device_mesh) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
@@ -327,7 +327,7 @@ def test_sharding_of_the_state_follows_its_axes(tmp_path: Path):
         ".training_key": PartitionSpec(),
         ".outer_steps": PartitionSpec(),
         ".settled": PartitionSpec(),
-        ".schedule['islands']": PartitionSpec(),
+        ".layout['islands']": PartitionSpec(),
     }
     assert {path: specs[path] for path in expected} == expected
     assert all(spec[:1] == ("diloco",) for path, spec in specs.items() if path.startswith((".islands", ".captured")))

@@ -13,11 +13,11 @@ from haliax.partitioning import pspec_for_axis
 from haliax.util import is_named_array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from levanter_diloco.algorithm.codecs import wire_format
 from levanter_diloco.algorithm.outer import outer_gradient
-from levanter_diloco.algorithm.wire import wire_format
 from levanter_diloco.commands.compile.hlo import Program, collectives
 from levanter_diloco.errors import OptionError
-from levanter_diloco.islands.all_reduce import Exchange
+from levanter_diloco.islands.all_reduce import AllReduce
 from levanter_diloco.islands.buckets import share_axis, share_spec
 from levanter_diloco.islands.placement import Placement
 
@@ -56,12 +56,12 @@ def alike(gradients: Any) -> jax.Array:
     return jnp.ones(gradients["weight"].axes[0].size)
 
 
-def crossed(exchange: Exchange, gradients: Any) -> tuple[Any, Any]:
+def crossed(all_reduce: AllReduce, gradients: Any) -> tuple[Any, Any]:
     """The mean once all pieces have crossed, and what the wire has lost of it."""
-    cross = jax.jit(lambda *args: exchange.mean(gradients, alike(gradients), jax.random.key(0), *args))
+    cross = jax.jit(lambda *args: all_reduce.mean(gradients, alike(gradients), jax.random.key(0), *args))
     mean = jax.tree.map(jnp.zeros_like, outer_gradient(gradients))
     lost = jax.tree.map(jnp.zeros_like, gradients)
-    for piece in range(exchange.num_pieces):
+    for piece in range(all_reduce.num_pieces):
         mean, _, lost = cross(piece, mean, lost)
     return mean, lost
 
@@ -82,8 +82,8 @@ def test_share_is_of_the_first_axis_that_slots_divide():
 def test_shares_of_the_mean_are_the_mean_bit_for_bit(name: str, num_pieces: int):
     mesh, gradients = MESHES[name], gradients_on(name)
     wire = wire_format("f32", 2, False)
-    whole, _ = crossed(Exchange(mesh, MAPPING, wire, num_pieces), gradients)
-    shares, _ = crossed(Exchange(mesh, MAPPING, wire, num_pieces, sharded=True), gradients)
+    whole, _ = crossed(AllReduce(mesh, MAPPING, wire, num_pieces), gradients)
+    shares, _ = crossed(AllReduce(mesh, MAPPING, wire, num_pieces, sharded=True), gradients)
     slots = mesh.shape["diloco"]
     for leaf, axes in LEAVES.items():
         split = 1 if share_axis(axes, mesh, MAPPING) is None else slots
@@ -97,8 +97,8 @@ def test_shares_of_the_mean_are_the_mean_bit_for_bit(name: str, num_pieces: int)
 @pytest.mark.parametrize("name", MESHES)
 def test_shares_on_a_lossy_wire_lose_what_the_residual_keeps(name: str, wire: str, num_pieces: int):
     gradients = gradients_on(name)
-    exchange = Exchange(MESHES[name], MAPPING, wire_format(wire, 4, False), num_pieces, sharded=True)
-    shares, lost = crossed(exchange, gradients)
+    all_reduce = AllReduce(MESHES[name], MAPPING, wire_format(wire, 4, False), num_pieces, sharded=True)
+    shares, lost = crossed(all_reduce, gradients)
     lost_at_all = 0.0
     for leaf in LEAVES:
         exact = np.asarray(gradients[leaf].array, np.float64).mean(0)
@@ -126,15 +126,15 @@ def test_shares_together_are_the_whole_again(name: str):
 def between(name: str, wire: str) -> tuple[list[tuple[str, int]], int]:
     """Collectives between islands of a mean in shares and their gather, and the payload that is counted for them."""
     mesh, gradients = MESHES[name], {"weight": gradients_on(name)["weight"]}
-    exchange = Exchange(mesh, MAPPING, wire_format(wire, 4, False), sharded=True)
+    all_reduce = AllReduce(mesh, MAPPING, wire_format(wire, 4, False), sharded=True)
     placement = Placement(mesh, MAPPING, "sharded")
 
     def sync(gradients: Any) -> Any:
-        return placement.whole(exchange.mean(gradients, alike(gradients), jax.random.key(0)).mean)
+        return placement.whole(all_reduce.mean(gradients, alike(gradients), jax.random.key(0)).mean)
 
     text = jax.jit(sync).lower(gradients).compile().as_text()
     found = [(one.kind, one.nbytes) for one in collectives(Program.of(text)) if one.crosses(4)]
-    return found, exchange.payload_bytes(gradients)
+    return found, all_reduce.payload_bytes(gradients)
 
 
 def test_reduce_to_shares_and_their_gather_send_what_an_all_reduce_sends():

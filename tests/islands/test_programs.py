@@ -1,6 +1,8 @@
 """What the compiled step programs say to the network, and how many there are."""
 
+import gc
 import re
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,6 +136,7 @@ def deep_loss(model: Toy, batch: dict, *, key: Any = None) -> Any:
     return hax.mean(embed + hax.sum(hax.square(model.layers.stacked.weight - batch["layers"]), ("entry", Deep)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("partition", "overlap", "num_programs"),
     [("layers", 0, 3), ("layers", 1, 3), ("layers", 2, 5), ("balanced", 0, 2), ("balanced", 2, 3)],
@@ -150,17 +153,24 @@ def test_number_of_step_programs_does_not_grow_with_the_fragments(
     config = trainer_config(tmp_path, {"ici_islands": 2, **block}, mesh=mesh, num_train_steps=steps)
     with entered(config, optax.adam(1e-2), deep_loss) as trainer:
         state = trainer.initial_state(jax.random.PRNGKey(0), model=deep_toy())
-        before = Programs._step_program.cache_info().misses
         info = trainer.train(state, [deep_rows()] * steps)
         assert min(info.state.outer_steps.tolist()) >= 2
-        assert Programs._step_program.cache_info().misses == before + num_programs
         programs, parts = trainer._programs, trainer.partition.parts
+        assert programs._step_program.cache_info().misses == num_programs
         lasts = (False, True) if overlap > 1 else (True,)
         keys = [(None, True), *((part, last) for part in parts for last in lasts)]
         assert [programs._step_program(*key, False)._cache_size() for key in keys] == [1] * num_programs
-        for kind in ("keep", "merge") if overlap else ("whole",):
+        for verb in ("capture", "merge") if overlap else ("sync",):
             for part in parts:
-                assert programs._sync_program(kind, part)._cache_size() == 1
+                assert programs._verb_program(verb, part)._cache_size() == 1
+
+
+def test_programs_die_with_their_trainer(tmp_path: Path) -> None:
+    with built(tmp_path, {"sync_period": 1}, {"model": 4}, toy(), rows(), toy_loss) as (programs, _, _):
+        there = weakref.ref(programs)
+        del programs
+    gc.collect()
+    assert there() is None
 
 
 def test_second_step_does_not_compile(tmp_path: Path) -> None:
@@ -184,8 +194,8 @@ def test_second_step_does_not_compile(tmp_path: Path) -> None:
     assert compiles == []
 
 
-@pytest.mark.parametrize(("overlap", "kind"), [(0, "whole"), (1, "cross"), (1, "merge"), (1, "keep")])
-def test_layer_fragment_is_updated_in_place(overlap: int, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("overlap", "verb"), [(0, "sync"), (1, "reduce"), (1, "merge"), (1, "capture")])
+def test_layer_fragment_is_updated_in_place(overlap: int, verb: str, tmp_path: Path) -> None:
     # Reading a slice after it is overwritten would make XLA copy the whole stack: a fragment is 1 of its 32 layers.
     Deep = Axis("layer", 32)
     weight = hax.ones((Deep, Axis("entry", 64), Axis("embed", 64)))
@@ -198,9 +208,9 @@ def test_layer_fragment_is_updated_in_place(overlap: int, kind: str, tmp_path: P
     block = {"sync_period": 33, "num_fragments": 33, "overlap_steps": overlap}
     with built(tmp_path, block, {"data": 4}, model, rows(), loss) as (programs, state, _):
         zero, leaves = jnp.int32(0), programs._leaves(state)
-        if kind == "cross":
-            lowered = programs._cross_program("layers", True).lower(leaves, zero, zero)
+        if verb == "reduce":
+            lowered = programs._reduce_program("layers", True).lower(leaves, zero, zero)
         else:
-            lowered = programs._sync_program(kind, "layers").lower(leaves, zero, jnp.ones(2))
+            lowered = programs._verb_program(verb, "layers").lower(leaves, zero, jnp.ones(2))
         temporary = lowered.compile().memory_analysis().temp_size_in_bytes
     assert temporary < weight.array.nbytes / 4 / 4  # a device holds a quarter of the stack

@@ -63,7 +63,7 @@ def quickstart(workplace: Workplace) -> Workplace:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: every-process\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[levanter.plugins]\nevery_process = every_process\n")
-    return Workplace(root)
+    return Workplace(root, workplace.compiled)
 
 
 def config(quickstart: Workplace, name: str) -> Path:

@@ -17,7 +17,7 @@ def fail():
 """
 
 
-# `python -m levanter_diloco.main.train_lm`, with an object that the interpreter's teardown, if there is one, makes speak.
+# `python -m levanter_diloco.main.train_lm`, with an object that the interpreter's teardown, if any, makes speak.
 MODULE = """
 import runpy, sys
 

@@ -296,10 +296,8 @@ def test_run_starts_from_hugging_face_weights(started: dict[str, Path], stock: F
 
 def kill_when(process: subprocess.Popen, happened: Callable[[], bool], log: Path) -> None:
     """SIGKILL, the moment that `happened()`."""
-    deadline = time.monotonic() + 120
-    while not happened():
+    while not happened():  # a run that neither gets there nor ends is ended by pytest's faulthandler_timeout
         assert process.poll() is None, f"ended before it could be killed:\n{log.read_text()[-3000:]}"
-        assert time.monotonic() < deadline
         time.sleep(0.002)
     process.kill()
     assert process.wait() == -signal.SIGKILL

@@ -8,14 +8,8 @@ import pytest
 
 from helpers.refusals import read_or_refuse
 from levanter_diloco.network.link import LinkConfig
-from levanter_diloco.options.config import (
-    AdamConfig,
-    AverageConfig,
-    DiLoCoConfig,
-    NesterovConfig,
-    OuterOptimizerConfig,
-    SgdConfig,
-)
+from levanter_diloco.options.config import DiLoCoConfig
+from levanter_diloco.options.outer import AdamConfig, AverageConfig, NesterovConfig, OuterOptimizerConfig, SgdConfig
 from levanter_diloco.training.config import DiLoCoTrainerConfig
 
 
@@ -364,8 +358,8 @@ def test_rule_broken_in_yaml_is_the_same_sentence(refusal: Any, block: str, sent
         ("{sync_period: 1.5}", ["trainer.diloco.sync_period", "'1.5'"]),
         ("{island_data: split}", ["trainer.diloco.island_data", "split", "shared"]),
         ("{island_data: [{web: much}]}", ["trainer.diloco.island_data", "much"]),
-        ("{layer_order: sideways}", ["trainer.diloco.layer_order", "'sideways'", "interleaved, sequential"]),
-        ("{outer: {lr_schedule: steep}}", ["trainer.diloco.outer.lr_schedule", "'steep'", "constant, linear, cosine"]),
+        ("{layer_order: sideways}", ["trainer.diloco.layer_order (sideways)", "interleaved, sequential"]),
+        ("{outer: {lr_schedule: steep}}", ["trainer.diloco.outer.lr_schedule (steep)", "constant, linear, cosine"]),
     ],
 )
 def test_value_of_another_kind_names_the_option_and_the_value(refusal: Any, block: str, words: list[str]):

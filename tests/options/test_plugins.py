@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import optax
 
-from levanter_diloco.options.config import OuterOptimizerConfig
+from levanter_diloco.options.outer import OuterOptimizerConfig
 
 
 @OuterOptimizerConfig.register_subclass("lion")
@@ -50,6 +50,7 @@ def load_plugins(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.slow
 def test_module_as_a_plugin_registers_by_being_imported(installed: Path) -> None:
     entries = installed / "outer_lion-1.0.dist-info" / "entry_points.txt"
     entries.write_text("[levanter.plugins]\nlion = outer_lion\n")
@@ -80,7 +81,7 @@ def test_plugin_registers_what_yaml_can_name() -> None:
         "from importlib.metadata import entry_points\n"
         "[plugin] = [p for p in entry_points(group='levanter.plugins') if p.name == 'diloco']\n"
         "plugin.load()()\n"
-        "from levanter_diloco.options.config import OuterOptimizerConfig\n"
+        "from levanter_diloco.options.outer import OuterOptimizerConfig\n"
         "from levanter.tracker import TrackerConfig\n"
         "print(*OuterOptimizerConfig.get_known_choices(), *TrackerConfig.get_known_choices())\n"
     )

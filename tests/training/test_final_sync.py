@@ -12,7 +12,7 @@ from levanter.utils.mesh import MeshConfig
 
 from helpers.toy_model import Toy, numbers, run, toy_batch, trainer_config
 from helpers.toy_runs import assert_bit_equal, config_of, difference, mesh, rows, toy, watched
-from levanter_diloco.options.config import AverageConfig
+from levanter_diloco.options.outer import AverageConfig
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 

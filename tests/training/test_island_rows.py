@@ -168,7 +168,7 @@ def test_rows_of_a_batch_keep_their_order_and_their_place_after_a_resume(shared:
         tmp_path, {"ici_islands": 2, "islands_per_slot": 2}, train_batch_size=rows.batches.schedule
     )
     with entered(config, optax.sgd(1.0), toy_loss) as trainer:
-        assert trainer.config.layout.num_islands == 4
+        assert trainer.config.islands.num_islands == 4
         loader = trainer.data_loader(dataset)
         straight = list(islice(loader.iter_from_step(0), 9))
         for step, batch in enumerate(straight):

@@ -14,7 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from levanter.tracker import Tracker
 
 from helpers.toy_model import Recorder
-from levanter_diloco.islands.sync import SyncReport
+from levanter_diloco.islands.byte_count import words_of
+from levanter_diloco.islands.state import Status
+from levanter_diloco.islands.sync import Attendance, SyncReport
 from levanter_diloco.training.json_lines import JsonLinesConfig, JsonLinesTracker
 from levanter_diloco.training.metrics import (
     IslandRecord,
@@ -190,13 +192,12 @@ def test_one_process_owns_all_islands():
 
 def test_step_record_takes_in_the_distances_of_its_own_islands():
     step = record({0: 1.0, 2: 2.0}, active=4)
-    weights = jnp.array([1.0, 0.0, -1.0, 1.0])
-    step.add_sync(
-        3,
-        SyncReport(on_islands([1.0, 2.0, 3.0, 4.0]), jnp.float32(0.5), jnp.float32(0.25), weights),
-        16,
-    )
-    assert step.syncs == {3: SyncRecord(0.5, 0.25, 16, (1.0, 0.0, -1.0, 1.0))}
+    attendance = Attendance(jnp.array([1.0, 0.0, 0.0, 1.0]), jnp.array([0, 0, 1, 0], jnp.int8))
+    distances = on_islands([1.0, 2.0, 3.0, 4.0])
+    report = SyncReport(distances, jnp.float32(0.5), jnp.float32(0.25), attendance, words_of(2**40 + 16))
+    step.add_sync(3, report, owned={0, 2})
+    assert step.syncs == {3: SyncRecord(0.5, 0.25, 2**40 + 16, (1.0, 0.0, 0.0, 1.0), (0, 0, 1, 0))}
+    assert step.syncs[3].left_out == step.syncs[3].broken == [2]
     assert {island: own.distance for island, own in step.islands.items()} == {0: {3: 1.0}, 2: {3: 3.0}}
 
 
@@ -254,6 +255,32 @@ def test_tracker_logs_what_has_no_step_at_once():
     recorder = OrderedRecorder()
     IslandTracker([recorder], SharedBoard()).log({"note": 1}, step=None)
     assert recorder.calls == [(None, {"note": 1})]
+
+
+def test_tracker_takes_the_record_of_the_newest_step_again():
+    # Where the data ends the final sync comes when its step has been reported.
+    board, recorder = SharedBoard(), OrderedRecorder()
+    tracker = IslandTracker([recorder], board)
+    step = record({0: 1.0})
+    tracker.report(0, step)
+    board.post(0, {1: IslandRecord(3.0, {0: 4.0})})
+    step.syncs[0], step.islands[0].distance[0] = SyncRecord(2.5, 1.0, 8, (1.0, 1.0)), 3.0
+    tracker.report(0, step)
+    tracker.finish()
+    [(_, metrics)] = recorder.calls
+    assert metrics["train/loss"] == 2.0 and metrics["diloco/outer_grad_cosine"] == 0.0
+
+
+def test_tracker_waits_for_islands_that_have_left_since_the_capture():
+    board, recorder = SharedBoard(), OrderedRecorder()
+    tracker = IslandTracker([recorder], board)
+    syncs = {0: SyncRecord(2.5, 1.0, 8, (1.0, 1.0))}
+    tracker.report(0, StepRecord({0: IslandRecord(1.0, {0: 3.0})}, syncs, 8, 1))
+    tracker.report(1, record({0: 2.0}, active=1))
+    assert recorder.calls == []
+    board.post(0, {1: IslandRecord(None, {0: 4.0})})
+    tracker.report(2, record({0: 2.0}, active=1))
+    assert recorder.steps[0]["train/loss"] == 1.0 and recorder.steps[0]["diloco/island_distance"] == 3.5
 
 
 def test_tracker_finish_flushes_in_order_and_finishes():
@@ -345,7 +372,7 @@ def test_json_lines_of_a_resumed_run_appends(tmp_path: Path):
 def test_metrics_of_a_sync_are_of_the_islands_in_the_mean():
     # Island 1 was absent, the guard left island 2 out, which has lost its numbers; 0 and 3 stand at a right angle.
     islands = {k: IslandRecord(loss, {0: distance}) for k, (loss, distance) in enumerate(LOSSES_AND_DISTANCES)}
-    sync = SyncRecord(2.5, 1.0, 8, (1.0, 0.0, -1.0, 1.0))
+    sync = SyncRecord(2.5, 1.0, 8, (1.0, 0.0, 0.0, 1.0), (0, 0, Status.LEFT_OUT, 0))
     metrics = metrics_of(islands, StepRecord(islands, {0: sync}, 8, 4))
     assert (metrics["diloco/participants"], metrics["diloco/left_out"]) == (2, 1)
     assert (metrics["diloco/island_distance"], metrics["diloco/island_distance_max"]) == (3.5, 4.0)

@@ -11,7 +11,7 @@ import pytest
 
 from helpers.toy_model import numbers, run
 from helpers.toy_runs import SGD, config_of, island, mesh, outer, rows, toy
-from levanter_diloco.options.config import OuterOptimizerConfig
+from levanter_diloco.options.outer import OuterOptimizerConfig
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 

@@ -17,7 +17,8 @@ from helpers.toy_model import Step, Toy, entered, run, toy_batch, toy_loss, trai
 from levanter_diloco.algorithm.participation import Participation
 from levanter_diloco.algorithm.schedule import Schedule
 from levanter_diloco.errors import OptionError, RunError
-from levanter_diloco.options.config import SgdConfig
+from levanter_diloco.islands.byte_count import count_of
+from levanter_diloco.options.outer import SgdConfig
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
@@ -280,6 +281,7 @@ def test_parameters_that_are_not_finite_are_found_though_the_loss_is(tmp_path: P
     assert np.isfinite(theta(steps[3])).all()
 
 
+@pytest.mark.slow
 def test_a_huge_outer_gradient_is_left_out_by_its_factor(tmp_path: Path) -> None:
     spoiled = {(3, 1): 1e4}
     for path, factor, left_out in (("off", None, 0), ("on", 10.0, 1), ("wide", 1e6, 0)):
@@ -324,6 +326,70 @@ def test_final_sync_leaves_out_what_is_not_finite(tmp_path: Path) -> None:
     assert last.metrics["diloco/left_out/fragment_0"] == 1
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(last.state) if x.dtype.kind == "f")
     assert np.array_equal(embeds(last)[3], theta(last))
+
+
+def test_islands_left_out_of_different_fragments_do_not_end_the_run(tmp_path: Path) -> None:
+    # Island k is far off in fragment k alone: each is left out of one sync and sound in the four others.
+    rows = batches(4, 3)
+    for batch in rows:
+        embed, layers = batch["embed"], batch["layers"]
+        batch["embed"] = hax.named(embed.array.at[0, 0].set(1e4), embed.axes)
+        far = layers.array.at[1, 0, 0].set(1e4).at[2, 0, 1].set(1e4).at[3, 0, 2].set(1e4)
+        batch["layers"] = hax.named(far, layers.axes)
+    block = {"ici_islands": 4, "sync_period": 50, "num_fragments": 5, "guard_factor": 5.0}
+    config = trainer_config(
+        *(tmp_path, {**block, "outer": SgdConfig(learning_rate=0.5)}),
+        **{"train_batch_size": 4, "num_train_steps": 3, "mesh": MeshConfig(axes={"data": 1, "model": -1})},
+    )
+    last = run(config, SGD, toy(), rows)[-1]
+    assert [last.metrics[f"diloco/left_out/fragment_{f}"] for f in range(5)] == [1, 1, 1, 1, 0]
+    assert [last.metrics[f"diloco/participants/fragment_{f}"] for f in range(5)] == [3, 3, 3, 3, 4]
+    assert all(np.abs(x).max() < 10 for x in jax.tree.leaves(last.state.model))
+    assert np.array_equal(embeds(last), np.tile(theta(last), (4, 1)))
+
+
+def test_final_sync_where_the_data_ends_is_reported_and_heals_islands(tmp_path: Path) -> None:
+    block = {"ici_islands": 4, "sync_period": 6, "num_fragments": 3, "overlap_steps": 1}
+    options = {"train_batch_size": 4, "mesh": MeshConfig(axes={"data": 1, "model": -1})}
+    ends = []
+    for steps in (5, 99):  # the second run does not know that its fifth step is the last
+        config = trainer_config(tmp_path / str(steps), block, num_train_steps=steps, **options)
+        with entered(config, SGD, toy_loss) as trainer:
+            state = trainer.initial_state(jax.random.PRNGKey(0), model=toy())
+            state = trainer.train(state, batches(4, 5, {(5, 3): np.nan})).state
+            metrics = trainer.tracker.loggers[0].steps[4]
+        ends.append({name: value for name, value in metrics.items() if name.startswith(("diloco/", "train/loss"))})
+        assert metrics["diloco/left_out/fragment_0"] == 1
+        assert metrics["diloco/bytes_per_island"] == count_of(state.sent_bytes)
+        assert np.array_equal(state.islands.params.embed.array[3], state.model.embed.array)
+        assert not state.islands.failed.any()
+    # The second run has reported its fifth step before; one sync of it too, under its plain names.
+    planned, early = ends
+    np.testing.assert_equal({name: early[name] for name in planned}, planned)
+
+
+def test_an_island_that_leaves_between_capture_and_outer_step_is_in_the_metrics(tmp_path: Path) -> None:
+    # Captured after step 4 on all islands; two leave after step 5; the outer step is in step 6.
+    steps = trained(tmp_path, {"schedule_islands": [[0, 4], [5, 2]], "overlap_steps": 2})
+    sync = steps[5].metrics
+    assert "train/loss_island_2" in steps[4].metrics and "train/loss_island_2" not in sync
+    start, islands = toy().parts(), steps[3].state.islands.params
+    own = np.concatenate([islands.embed.array, islands.layers.stacked.weight.array.reshape(4, -1)], axis=1)
+    moved = np.concatenate([start["embed"], start["layers"].reshape(-1)]) - own
+    norms = np.linalg.norm(moved, axis=1)
+    pairs = [(a, b) for a in range(4) for b in range(a)]
+    cosine = sum(moved[a] @ moved[b] for a, b in pairs) / sum(norms[a] * norms[b] for a, b in pairs)
+    assert (sync["diloco/participants"], sync["diloco/left_out"]) == (4, 0)
+    assert sync["diloco/island_distance"] == pytest.approx(norms.mean(), abs=1e-5)
+    assert sync["diloco/outer_grad_cosine"] == pytest.approx(cosine, abs=1e-5)
+
+
+def test_an_island_that_does_not_train_is_not_left_out(tmp_path: Path) -> None:
+    # Islands 2 and 3 are away and their numbers are spoiled: nothing of them is wanted, and the run goes on.
+    spoiled = {(2, 2): np.nan, (2, 3): np.nan}
+    steps = trained(tmp_path, {"schedule_islands": [[0, 2]]}, spoiled=spoiled)
+    assert [step.metrics.get("diloco/left_out") for step in steps] == [None, None, None, 0] * 2
+    assert steps[3].state.islands.status[:, 0].tolist() == [0] * 4
 
 
 # --- Faults that other implementations had

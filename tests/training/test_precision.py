@@ -14,7 +14,7 @@ from levanter.utils.mesh import MeshConfig
 from helpers.host_runs import llama, text_batch, text_loss
 from helpers.toy_model import Toy, run, toy_batch
 from helpers.toy_runs import config_of, mesh, momentum, outer
-from levanter_diloco.options.config import NesterovConfig
+from levanter_diloco.options.outer import NesterovConfig
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 

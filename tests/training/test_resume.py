@@ -118,6 +118,7 @@ def test_resume_from_the_hosts_own_checkpoint(tmp_path: Path) -> None:
             assert ours.metrics[name] == theirs.metrics[name]
 
 
+@pytest.mark.slow
 def test_resume_with_other_options(tmp_path: Path) -> None:
     saved = {**STREAMING, "final_sync": False}
     last = run(options(tmp_path, saved, num_train_steps=3), SGD, toy(), BATCHES[:3])[-1]
@@ -145,6 +146,7 @@ def stock_checkpoint(path: Path, inner: Any, steps: int) -> Any:
         return numbers(state)
 
 
+@pytest.mark.slow
 def test_stock_checkpoint_starts_islands(tmp_path: Path) -> None:
     inner = AdamConfig(learning_rate=1e-2, warmup=4).build(STEPS)
     stock = stock_checkpoint(tmp_path, inner, 3)

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.toy_model import Toy, run, toy_batch, toy_loss, trainer_config
 from helpers.toy_runs import SGD, config_of, mesh, rows, toy
-from levanter_diloco.options.config import SgdConfig
+from levanter_diloco.options.outer import SgdConfig
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
@@ -87,6 +87,31 @@ def test_bytes_continue_after_a_resume(tmp_path: Path) -> None:
     run(trainer_config(tmp_path, block, mesh=mesh(), num_train_steps=4), SGD, toy(), batches[:4])
     steps = run(trainer_config(tmp_path, block, mesh=mesh(), num_train_steps=7), SGD, toy(), batches)
     assert [step.metrics["diloco/bytes_per_island"] for step in steps] == [76, 88, 104]
+
+
+@pytest.mark.parametrize(
+    ("change", "payload"),
+    [
+        ({"wire": "int8", "wire_block": 2}, None),
+        ({"num_fragments": 1}, 44),
+        ({"num_fragments": 1, "ici_islands": 4}, 44),
+        ({"num_fragments": 1, "ici_islands": 1}, 0),
+    ],
+    ids=["wire", "fragments", "islands", "alone"],
+)
+def test_other_options_put_no_other_price_on_what_was_sent(change: dict, payload: int | None, tmp_path: Path) -> None:
+    block = {"sync_period": 3, "num_fragments": 3, "ici_islands": 2, "final_sync": False}
+    batches = [rows(step, 8) for step in range(7)]
+    before = run(trainer_config(tmp_path, block, mesh=mesh(), num_train_steps=4), SGD, toy(), batches[:4])[-1]
+    assert before.metrics["diloco/bytes_per_island"] == 16 + 16 + 12 + 16
+    config = trainer_config(tmp_path, {**block, **change}, mesh=mesh(), num_train_steps=7)
+    sent = 60
+    for step in run(config, SGD, toy(), batches):
+        synced = step.metrics.get("diloco/synced_bytes", 0)
+        assert synced not in (12, 16) and synced in (0, synced if payload is None else payload)
+        sent += synced
+        assert step.metrics["diloco/bytes_per_island"] == sent
+    assert payload == 0 or sent > 60
 
 
 def test_metrics_of_the_loss_function_are_means_over_islands(tmp_path: Path) -> None:

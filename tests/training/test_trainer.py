@@ -3,13 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from levanter.optim.config import AdamConfig
 
 from helpers.host_runs import joined, stock_config, stock_runs
-from helpers.toy_model import numbers, run
+from helpers.toy_model import entered, numbers, run, toy_loss, trainer_config
 from helpers.toy_runs import SGD, assert_bit_equal, config_of, difference, island, island_rows, mesh, outer, rows, toy
+from levanter_diloco.islands.programs import Programs
+from levanter_diloco.islands.sync import SyncReport
+from levanter_diloco.training import metrics
+from levanter_diloco.training import trainer as trainer_module
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
@@ -25,6 +30,40 @@ def test_gradient_accumulation_leaves_the_schedule_unchanged(tmp_path: Path) -> 
     (plain, state), (accumulated, same) = synced(-1), synced(1)
     assert plain == accumulated == [1, 2, 0, 1, 2, 0, None]  # the last step's final sync is of several fragments
     assert difference(state, same) < 1e-6
+
+
+def test_a_step_is_dispatched_before_a_number_of_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # P=2, dh=1, V=1: each step from 2 on reduces one fragment, merges it and captures the next; the last one syncs.
+    calls: list[str] = []
+
+    def noted(name: str, fn: Any) -> Any:
+        return lambda *args, **kwargs: (calls.append(name), fn(*args, **kwargs))[1]
+
+    for name in ("step", "apply", "reduce_and_step", "mark_settled"):
+        monkeypatch.setattr(Programs, name, noted("dispatch", getattr(Programs, name)))
+    monkeypatch.setattr(trainer_module, "local_values", noted("read", trainer_module.local_values))
+    monkeypatch.setattr(metrics, "local_values", noted("read", metrics.local_values))
+    monkeypatch.setattr(SyncReport, "outer_grad_norm", property(noted("read", lambda report: report[1])))
+    block = {"sync_period": 2, "num_fragments": 2, "partition": "balanced", "overlap_steps": 1, "ici_islands": 2}
+    config = config_of(tmp_path, block, mesh=mesh(), num_train_steps=4)
+    with entered(config, SGD, toy_loss) as trainer:
+        state = trainer.initial_state(jax.random.PRNGKey(0), model=toy())
+        for step in range(4):
+            calls.clear()
+            state = trainer.train_step(state, rows(step, 8)).state
+            dispatched = calls.index("read")
+            assert dispatched == [2, 3, 3, 6][step]
+            assert "dispatch" not in calls[dispatched:]
+
+
+def test_building_a_trainer_moves_no_file(tmp_path: Path) -> None:
+    killed = tmp_path / "checkpoints" / "toy" / "step-3"
+    killed.mkdir(parents=True)
+    (killed / "manifest.json").write_text("{}")  # without metadata.json: its save did not end
+    with entered(trainer_config(tmp_path, {"ici_islands": 2}, mesh=mesh()), SGD, toy_loss) as trainer:
+        assert [path.name for path in killed.parent.iterdir()] == ["step-3"]
+        assert [path.name for path in killed.iterdir()] == ["manifest.json"]
+        trainer.initial_state(jax.random.PRNGKey(0), model=toy())
 
 
 def test_fragment_is_never_applied_before_its_first_capture(tmp_path: Path) -> None:

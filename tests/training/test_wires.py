@@ -10,11 +10,12 @@ import pytest
 from helpers.toy_model import entered, numbers, run, toy_loss
 from helpers.toy_runs import SGD, config_of, difference, mesh, outer, rows, toy
 from levanter_diloco.algorithm.outer import outer_gradient
-from levanter_diloco.options.config import AverageConfig
+from levanter_diloco.options.outer import AverageConfig
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["bf16", "int8", "int4", "e3m0"])
 def test_wire_keeps_theta_equal_on_all_islands_and_near_f32(wire: str, tmp_path: Path) -> None:
     block = {"sync_period": 4, "num_fragments": 3, "overlap_steps": 1, "mixing_alpha": 0.5, "ici_islands": 4}

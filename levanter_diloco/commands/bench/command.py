@@ -14,17 +14,18 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from humanfriendly import format_size
 
-from ...console import show
 from ...errors import BadInput
 from ...network.link import RATE_UNITS, quantity
 from ...network.namespaces import address, obstacle, run_apart
 from ..flags import Parser, count
 from ..plan.command import load
+from ..report import Report
 from .methods import METHODS, OPEN
 
 NOTE = (
@@ -48,12 +49,12 @@ def main(args: list[str]) -> None:
         parser.error(f"bench makes a network for each process, and cannot here: {reason}.")
     for number in (signal.SIGINT, signal.SIGTERM):  # so that nothing is left behind
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    rows: list[_Record] = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="levanter-diloco-bench-") as folder:
         for method in methods:
             print(f"levanter-diloco: {method}: training {flags.processes} processes", file=sys.stderr)
-            rows += _rows(method, _run(flags, more, method, Path(folder, method)))
-    show(json.dumps({"rows": rows, "note": NOTE}, indent=2) if flags.json else "\n".join([*lines(rows), NOTE]))
+            rows += rows_of(method, _run(flags, more, method, Path(folder, method)))
+    BenchReport(tuple(rows)).show(flags.json)
 
 
 def _parser() -> Parser:
@@ -141,26 +142,56 @@ def _report_failure(method: str, code: int, log: list[str]) -> NoReturn:
     sys.exit(code if refused else 1)
 
 
-def _rows(method: str, records: Sequence[_Record]) -> list[_Record]:
+@dataclass(frozen=True)
+class Row:
+    """One method at one rate."""
+
+    method: str
+    enabled: bool
+    """Whether islands train; else it is data parallelism, and has no schedule."""
+
+    sync_period: int
+    """H, as asked for."""
+
+    effective_period: int
+    num_fragments: int
+    overlap_steps: int
+    rate: str
+    seconds_per_step: float
+    bytes_per_step: float
+    times_unshaped: float | None
+    """Its seconds over those of the same method on a link that is not shaped."""
+
+
+@dataclass(frozen=True)
+class BenchReport(Report):
+    """All that was measured."""
+
+    rows: tuple[Row, ...]
+    note: str = NOTE
+
+    def lines(self) -> Iterator[str]:
+        yield f"{'method':16}{'H':>5}{'P':>4}{'V':>4}{'link':>10}{'s/step':>10}{'x none':>9}{'sent/step':>12}"
+        for row in self.rows:
+            schedule = row.effective_period, row.num_fragments, row.overlap_steps
+            period, fragments, overlap = schedule if row.enabled else ("", "", "")
+            ratio = "" if row.times_unshaped is None else f"{row.times_unshaped:.2f}"
+            yield (
+                f"{row.method:16}{period:>5}{fragments:>4}{overlap:>4}{row.rate:>10}"
+                f"{row.seconds_per_step:>10.3f}{ratio:>9}{format_size(row.bytes_per_step):>12}"
+            )
+        yield self.note
+
+
+def rows_of(method: str, records: Sequence[_Record]) -> Iterator[Row]:
     """A row for each rate: the slowest process of each period, the median of the periods, the most bytes."""
-    about = {"method": method} | {name: value for name, value in records[0].items() if name != "segments"}
-    rows: list[dict[str, Any]] = []  # Any: JSON
+    about = {name: value for name, value in records[0].items() if name != "segments"}
+    measured: list[tuple[str, float, float]] = []
     for segments in zip(*(record["segments"] for record in records), strict=True):
         periods = zip(*(segment["seconds_per_step"] for segment in segments), strict=True)
         seconds = statistics.median(map(max, periods))
-        sent = max(segment["bytes_per_step"] for segment in segments)
-        rows.append({**about, "rate": segments[0]["rate"], "seconds_per_step": seconds, "bytes_per_step": sent})
-    unshaped = next((row["seconds_per_step"] for row in rows if row["rate"] == OPEN), None)
-    return [{**row, "times_unshaped": unshaped and row["seconds_per_step"] / unshaped} for row in rows]
-
-
-def lines(rows: Sequence[_Record]) -> Iterator[str]:
-    """The table."""
-    yield f"{'method':16}{'H':>5}{'P':>4}{'V':>4}{'link':>10}{'s/step':>10}{'x none':>9}{'sent/step':>12}"
-    for row in rows:
-        schedule = [row[name] if row["enabled"] else "" for name in ("sync_period", "num_fragments", "overlap_steps")]
-        ratio = "" if row["times_unshaped"] is None else f"{row['times_unshaped']:.2f}"
-        yield (
-            f"{row['method']:16}{schedule[0]:>5}{schedule[1]:>4}{schedule[2]:>4}{row['rate']:>10}"
-            f"{row['seconds_per_step']:>10.3f}{ratio:>9}{format_size(row['bytes_per_step']):>12}"
-        )
+        measured.append((segments[0]["rate"], seconds, max(segment["bytes_per_step"] for segment in segments)))
+    unshaped = next((seconds for rate, seconds, _ in measured if rate == OPEN), None)
+    for rate, seconds, sent in measured:
+        ratio = seconds / unshaped if unshaped else None
+        yield Row(method, **about, rate=rate, seconds_per_step=seconds, bytes_per_step=sent, times_unshaped=ratio)

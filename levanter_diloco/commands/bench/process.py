@@ -67,8 +67,8 @@ def main(config: BenchLmConfig) -> None:
 
     def consume(steps: Iterator[StepInfo]) -> None:
         segments = measure(steps, bench, diloco.schedule)
-        options = {name: getattr(diloco, name) for name in ("enabled", "num_fragments", "overlap_steps")}
-        record = {**options, "sync_period": diloco.schedule.effective_period, "segments": segments}
+        options = {n: getattr(diloco, n) for n in ("enabled", "sync_period", "num_fragments", "overlap_steps")}
+        record = {**options, "effective_period": diloco.schedule.effective_period, "segments": segments}
         (bench.output / f"{jax.process_index()}.json").write_text(json.dumps(record))
         jax.distributed.shutdown()  # waits for the others
         leave()

@@ -36,7 +36,7 @@ def main(args: list[str]) -> None:
         if tpu is None:
             _stand_in_for_slices(config, flags.num_slices)
         config.trainer._initialize_jax_config()
-        vocab_size = flags.vocab_size or vocab_size_of({"data": {"tokenizer": config.data.tokenizer}})
+        vocab_size = flags.vocab_size or vocab_size_of(config.data.tokenizer)
         with abstract_run(devices, config, vocab_size) as run:
             report = CompileReport.of(run, flags.topology, flags.num_slices, tpu.generation.hbm_gib if tpu else None)
     except (BadInput, OptionError, ModelError) as error:

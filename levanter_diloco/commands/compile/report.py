@@ -65,9 +65,9 @@ class ProgramReport:
             runs_per_period=program.runs,
             trace_seconds=traced - started,
             compile_seconds=time.perf_counter() - traced,
-            memory_bytes=audit and audit.memory,
-            flops=audit and audit.flops,
-            sent_bytes=audit and audit.sent_bytes,
+            memory_bytes=audit.memory if audit else None,
+            flops=audit.flops if audit else None,
+            sent_bytes=audit.sent_bytes if audit else None,
             analytic_bytes=analytic_bytes,
             exchanges=audit.exchanges if audit else (),
             error=error,
@@ -122,13 +122,13 @@ class CompileReport(Report):
             hbm_gib: Memory of a device that programs may use; None where it is not known.
         """
         config, schedule = run.trainer.config, run.trainer.schedule
-        island_size = config.device_mesh.size // config.layout.num_slots
+        island_size = config.device_mesh.size // config.islands.num_slots
         programs = tuple(ProgramReport.of(one, _payload(one, run), island_size) for one in run.programs)
         return cls(
             topology=topology,
             num_slices=num_slices,
             devices=config.device_mesh.size,
-            islands=config.layout.num_islands,
+            islands=config.islands.num_islands,
             hbm_bytes=int(hbm_gib * GIB) if hbm_gib else None,
             sync_period=schedule.sync_period,
             effective_period=schedule.effective_period,

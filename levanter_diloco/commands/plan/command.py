@@ -1,24 +1,26 @@
-"""`levanter-diloco plan`: what a run would make of a slow link, told without devices, jax or the host."""
+"""`levanter-diloco plan`: what a run would make of a slow link, told without devices."""
 
 import argparse
 import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...algorithm.schedule import Schedule
+import yaml
+
 from ...console import show
-from ...errors import PATH, BadInput
+from ...errors import PATH, BadInput, ModelError, OptionError
 from ...network.link import RATE_UNITS, quantity
+from ...options.config import DiLoCoConfig
+from ...options.plugins import load_plugins
+from ...options.reading import read_block, refuse_duplicates
 from ..flags import Parser
 from .forecast import Setting, forecast, valid_num_fragments
-from .model_size import BY_HAND, ModelSize, size_of
+from .model_size import BY_HAND, ModelSize, read_config, size_of
 from .report import draw, lines
-
-DEFAULTS = {"sync_period": 100, "num_fragments": 1, "overlap_steps": 0}
-"""Of `config.DiLoCoConfig`, which imports jax; a test compares."""
 
 GRADIENT_BITS = {"f32": 32, "float32": 32, "full": 32, "bf16": 16, "bfloat16": 16, "f16": 16, "float16": 16}
 
@@ -59,12 +61,12 @@ def main(args: list[str]) -> None:
     try:
         flags = parser.parse_args(args)
         setting, notes = settle(flags)
-        plan = forecast(setting)
+        plan = forecast(setting, notes)
         if flags.plot:
             draw(setting, flags.plot)
-    except BadInput as error:
+    except (BadInput, OptionError, ModelError) as error:
         parser.error(str(error))
-    show(json.dumps(plan | {"notes": notes}, indent=2) if flags.json else "\n".join([*lines(plan), *notes]))
+    show(json.dumps(asdict(plan), indent=2) if flags.json else "\n".join(lines(plan)))
 
 
 def _parser() -> PlanParser:
@@ -88,7 +90,7 @@ def _parser() -> PlanParser:
     add("--sync_period", _count("--sync_period", 1), "H (from the YAML, else 100)")
     add("--num_fragments", _count("--num_fragments", 1), "P (from the YAML, else 1)")
     add("--overlap_steps", _count("--overlap_steps", 0), "V (from the YAML, else 0)")
-    add("--partition", _partition("--partition"), "layers or balanced (from the YAML, else layers)")
+    add("--partition", str, "layers or balanced (from the YAML, else layers)")
     add("--plot", str, "file for a plot of utilization against bandwidth; needs the extra levanter-diloco[plot]")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
     return parser
@@ -98,30 +100,59 @@ def settle(flags: argparse.Namespace) -> tuple[Setting, list[str]]:
     """Puts flags and YAML together, and checks what needs both; returns notes on what was taken for granted."""
     config = load(flags.config_path) if flags.config_path is not None else {}
     trainer = _block(config, "trainer", "trainer")
-    diloco = _block(trainer, "diloco", PATH)
-    size, notes = _size(flags, config)
-    if flags.step_seconds is None:
-        raise BadInput("--step_seconds is missing: seconds of one inner step; --step_seconds 0.8 works.")
-    rate = flags.rate
-    link = _block(diloco, "link", f"{PATH}.link")
-    if rate is None and "rate" in link:
-        rate = parse_rate(f"{PATH}.link.rate", str(link["rate"]))
+    diloco = _options(flags, trainer)
+    size, notes = _size(flags)
     if flags.islands is None and flags.config_path is None:
         notes.append("Islands: 2, as --islands is not given.")
     islands = flags.islands or (_islands(trainer, diloco) if flags.config_path is not None else 2)
-    named = flags.partition or _partition(f"{PATH}.partition")(str(diloco.get("partition", "layers")))
-    balanced = named == "balanced"
-    schedule = _schedule(flags, diloco, None if balanced else size.num_layers)
-    return Setting(size, islands, flags.step_seconds, rate, schedule, _gradient_bits(trainer), balanced), notes
+    rate = flags.rate or (None if diloco.link is None else float(diloco.link.bits_per_second))
+    balanced = diloco.partition == "balanced"
+    if size.num_layers > LARGEST:
+        raise BadInput(f"the layers ({size.num_layers}) must be at most {LARGEST}; 48 works.")
+    if not balanced:
+        _check_fragments(flags, diloco.num_fragments, size.num_layers)
+    setting = Setting(
+        size=size,
+        num_islands=islands,
+        step_seconds=flags.step_seconds,
+        rate=rate,
+        schedule=diloco.schedule,
+        gradient_bits=_gradient_bits(trainer),
+        wire_block=diloco.wire_block,
+        balanced=balanced,
+    )
+    return setting, notes
+
+
+LARGEST = 100_000
+"""Layers; the planner goes through them one by one."""
+
+OF_THE_BLOCK = ("sync_period", "num_fragments", "overlap_steps", "partition")
+"""Flags that override options of `trainer.diloco`."""
+
+
+def _options(flags: argparse.Namespace, trainer: Mapping[str, Any]) -> DiLoCoConfig:  # Any: a YAML
+    """The block `trainer.diloco` with the flags over it, checked as a run checks it."""
+    block = trainer.get("diloco", {})
+    given = {name: value for name in OF_THE_BLOCK if (value := getattr(flags, name)) is not None}
+    # A wire format or an outer optimizer may be somebody else's; ours are known, and would import the host.
+    load_plugins(others_only=True)
+    try:
+        return read_block({**block, **given} if isinstance(block, Mapping) else block)
+    except OptionError as error:
+        sentence = str(error)
+        for name in given:
+            sentence = sentence.replace(f"{PATH}.{name} (", f"--{name} (")
+        raise OptionError(sentence) from error
 
 
 def load(path: str) -> Mapping[str, Any]:  # Any: a YAML
     """Reads a YAML file of options."""
-    # Here: --help does without it.
-    import yaml  # pyrefly: ignore[untyped-import]  it ships no types
-
     try:
         config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        refuse_duplicates(Path(path))
+    except OptionError:
+        raise
     except OSError as error:
         raise BadInput(f"--config_path ({path}) must be a file to read: {error.strerror}.") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -166,12 +197,13 @@ def _count(name: str, least: int) -> Callable[[str], int]:
     return convert
 
 
-def _size(flags: argparse.Namespace, config: Mapping[str, Any]) -> tuple[ModelSize, list[str]]:  # Any: a YAML
+def _size(flags: argparse.Namespace) -> tuple[ModelSize, list[str]]:
     by_hand = [name for name in ("params", "layers", "rest_params") if getattr(flags, name) is not None]
     if not by_hand and flags.config_path is None:
         raise BadInput("--config_path or --params is missing; --params 10e9 --layers 48 --step_seconds 0.8 works.")
     if not by_hand:
-        return size_of(config, flags.vocab_size), []
+        _check_step_seconds(flags)  # before the host is imported
+        return size_of(read_config(["--config_path", flags.config_path]), flags.vocab_size), []
     for name in ("params", "layers"):
         if name not in by_hand:
             raise BadInput(f"--{name} is missing, which --{by_hand[0]} needs: {BY_HAND}.")
@@ -180,62 +212,42 @@ def _size(flags: argparse.Namespace, config: Mapping[str, Any]) -> tuple[ModelSi
         raise BadInput(
             f"--rest_params ({rest:g}) must be below --params ({flags.params:g}); {flags.params / 10:g} works."
         )
+    _check_step_seconds(flags)
     notes = []
     if not rest:
         notes.append("All parameters are taken to lie in layers, so that fragment 0 is empty; see --rest_params.")
     return ModelSize(flags.layers, (flags.params - rest) / flags.layers, rest), notes
 
 
-def _schedule(
-    flags: argparse.Namespace,
-    diloco: Mapping[str, Any],  # Any: a YAML
-    num_layers: int | None,
-) -> Schedule:
-    """The schedule; fragments of layers fit `num_layers`."""
-    values, names = {}, {}
-    for option, default in DEFAULTS.items():
-        flag = getattr(flags, option)
-        names[option] = f"--{option}" if flag is not None else f"{PATH}.{option}"
-        least = 0 if option == "overlap_steps" else 1
-        values[option] = flag if flag is not None else _count(names[option], least)(str(diloco.get(option, default)))
-    schedule = Schedule(**values)
-    valid = valid_num_fragments(num_layers) if num_layers is not None else [schedule.num_fragments]
-    if schedule.num_fragments not in valid:
+def _check_step_seconds(flags: argparse.Namespace) -> None:
+    if flags.step_seconds is None:
+        raise BadInput("--step_seconds is missing: seconds of one inner step; --step_seconds 0.8 works.")
+
+
+def _check_fragments(flags: argparse.Namespace, num_fragments: int, num_layers: int) -> None:
+    """Refuses fragments of layers that do not fit the layers."""
+    valid = valid_num_fragments(num_layers)
+    if num_fragments not in valid:
+        name = "--num_fragments" if flags.num_fragments is not None else f"{PATH}.num_fragments"
         raise BadInput(
-            f"{names['num_fragments']} ({schedule.num_fragments}) must be 1 more than a divisor of the {num_layers} "
-            f"layers; {', '.join(map(str, valid))} work."
+            f"{name} ({num_fragments}) must be 1 more than a divisor of the {num_layers} layers; "
+            f"{', '.join(map(str, valid))} work."
         )
-    period = schedule.effective_period
-    if schedule.overlap_steps >= period:
-        raise BadInput(
-            f"{names['overlap_steps']} ({schedule.overlap_steps}) must be below the effective period "
-            f"({period} steps); {period - 1} works."
-        )
-    return schedule
 
 
-def _partition(name: str) -> Callable[[str], str]:
-    def convert(text: str) -> str:
-        if text not in ("layers", "balanced"):
-            raise BadInput(f"{name} ({text}) must be one of layers, balanced; layers works.")
-        return text
-
-    return convert
-
-
-def _islands(trainer: Mapping[str, Any], diloco: Mapping[str, Any]) -> int:  # Any: a YAML
+def _islands(trainer: Mapping[str, Any], diloco: DiLoCoConfig) -> int:  # Any: a YAML
     """K, where the YAML tells it without a look at the devices."""
     mesh = _block(trainer, "mesh", "trainer.mesh")
     counts = []
     for option, axes, default in (("ici_islands", "axes", 1), ("dcn_islands", "dcn_axes", -1)):
-        count = diloco.get(option)
+        count = getattr(diloco, option)
         if count is None:
             count = _block(mesh, axes, f"trainer.mesh.{axes}").get("diloco", default)
         if not isinstance(count, int) or count < 1:
             here = "devices" if option == "ici_islands" else "slices"
             raise BadInput(f"{PATH}.{option} ({count}) is only known from the {here}; give --islands, say 2.")
         counts.append(count)
-    return math.prod(counts) * _count(f"{PATH}.islands_per_slot", 1)(str(diloco.get("islands_per_slot", 1)))
+    return math.prod(counts) * diloco.islands_per_slot
 
 
 def _gradient_bits(trainer: Mapping[str, Any]) -> int:  # Any: a YAML

@@ -9,10 +9,11 @@ Figures come from `simulate`, over the schedule that the package runs. Besides w
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...algorithm.schedule import Schedule
+from ...algorithm.wire import is_lossless, wire_block_bytes, wire_names
 from .model_size import ModelSize
 from .simulate import Piece, Workload, during_backward, required_rate, utilization
 
@@ -21,30 +22,8 @@ TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 ENOUGH = 0.95
 """The utilization that a recommended sync period reaches, if any does."""
 
+F32 = "f32"
 F32_BYTES = 4
-
-
-@dataclass(frozen=True)
-class Wire:
-    """A format in which an outer gradient crosses the link."""
-
-    name: str
-    bits: float
-    """Of one parameter, its share of a block's scale included."""
-
-
-F32 = Wire("f32", 32)
-
-SCALE_BITS = 32 / 256
-"""An f32 scale for each block of `wire_block` elements, by default 256."""
-
-WIRES = (
-    F32,
-    Wire("bf16", 16),
-    Wire("int8", 8 + SCALE_BITS),
-    Wire("int4", 4 + SCALE_BITS),
-    Wire("e3m0", 4 + SCALE_BITS),
-)
 
 
 @dataclass(frozen=True)
@@ -60,6 +39,9 @@ class Setting:
     schedule: Schedule
     gradient_bits: int
     """Of one parameter's gradient in data-parallel training."""
+
+    wire_block: int = 256
+    """Elements that share a scale on the wire."""
 
     balanced: bool = False
     """Whether fragments are equal shares of everything (`partition: balanced`), not of the layers."""
@@ -99,18 +81,18 @@ def methods(setting: Setting) -> list[Method]:
     overlapped = dataclasses.replace(streaming, overlap_steps=min(max(asked.overlap_steps, 1), longest))
     found = [
         Method("data parallel", f"{setting.gradient_bits} bit", data_parallel(setting)),
-        Method(f"DiLoCo H={vanilla.sync_period}", F32.name, diloco(setting, vanilla, F32)),
-        Method(f"streaming P={num_fragments}", F32.name, diloco(setting, streaming, F32)),
+        Method(f"DiLoCo H={vanilla.sync_period}", F32, diloco(setting, vanilla, F32)),
+        Method(f"streaming P={num_fragments}", F32, diloco(setting, streaming, F32)),
     ]
     hidden = overlapped.overlap_steps
-    for wire in WIRES if hidden else ():
-        found.append(Method(f"  + overlap V={hidden}", wire.name, diloco(setting, overlapped, wire)))
+    for wire in wire_names() if hidden else ():
+        found.append(Method(f"  + overlap V={hidden}", wire, diloco(setting, overlapped, wire)))
     return found
 
 
-def diloco(setting: Setting, schedule: Schedule, wire: Wire) -> Workload:
+def diloco(setting: Setting, schedule: Schedule, wire: str) -> Workload:
     """Every `steps_per_sync` steps one fragment crosses, from the end of the step that captured it."""
-    bits = carried_bits(wire, setting.num_islands)
+    bits = carried_bits(wire, setting.wire_block, setting.num_islands)
     sizes = fragment_params(setting.size, schedule.num_fragments, setting.balanced)
     return Workload(schedule, tuple((Piece(bits * size),) for size in sizes), setting.step_seconds)
 
@@ -127,16 +109,21 @@ def ring_factor(num_islands: int) -> float:
     return 2 * (num_islands - 1) / num_islands
 
 
-def carried_bits(wire: Wire, num_islands: int) -> float:
+def carried_bits(wire: str, block: int, num_islands: int) -> float:
     """What an island's link carries, each way, for one parameter of an outer gradient.
 
-    f32 is a ring all-reduce. Of other formats every island gathers all payloads; or, where that is less, each
+    A lossless format is a ring all-reduce. Of others every island gathers all payloads; or, where that is less, each
     adds up a share and the f32 means are gathered.
+
+    Args:
+        wire: Name of the format.
+        block: Elements that share a scale.
+        num_islands: K.
     """
-    others = num_islands - 1
-    if wire is F32:
-        return wire.bits * ring_factor(num_islands)
-    return min(others * wire.bits, others / num_islands * (wire.bits + F32.bits))
+    bits, others = 8 * wire_block_bytes(wire, block) / block, num_islands - 1
+    if is_lossless(wire):
+        return bits * ring_factor(num_islands)
+    return min(others * bits, others / num_islands * (bits + 8 * F32_BYTES))
 
 
 def recommended_num_fragments(num_layers: int, sync_period: int) -> int:
@@ -151,7 +138,22 @@ def outer_learning_rate(num_islands: int, params: float) -> float:
     return ((0.4, 0.6, 0.6, 0.8) if params >= 335e6 else (0.6, 0.6, 0.8, 1.0))[row]
 
 
-def recommend(setting: Setting) -> dict[str, Any]:  # Any: JSON
+@dataclass(frozen=True)
+class Recommendation:
+    """The options that we would start from."""
+
+    sync_period: int
+    num_fragments: int
+    overlap_steps: int
+    mixing_alpha: float
+    outer: Mapping[str, str | float]
+    """The block `trainer.diloco.outer`."""
+
+    reasons: tuple[str, ...]
+    """A sentence for each, with its paper."""
+
+
+def recommend(setting: Setting) -> Recommendation:
     """The options that we would start from, each with its reason."""
     islands, size = setting.num_islands, setting.size
     rate = outer_learning_rate(islands, size.total)
@@ -162,18 +164,16 @@ def recommend(setting: Setting) -> dict[str, Any]:  # Any: JSON
     )
     outer = {"type": "nesterov", "learning_rate": rate, "momentum": 0.9}
     if islands == 1:
-        options = {"sync_period": 30, "num_fragments": 1, "overlap_steps": 0, "mixing_alpha": 0.0, "outer": outer}
-        return {**options, "reasons": ["H=30, P=1, V=0: one island exchanges nothing [Scaling]", eta]}
+        return Recommendation(30, 1, 0, 0.0, outer, ("H=30, P=1, V=0: one island exchanges nothing [Scaling]", eta))
     period, why = _recommended_period(setting)
     num_fragments = recommended_num_fragments(size.num_layers, period)
-    options = {"sync_period": period, "num_fragments": num_fragments, "overlap_steps": 1, "mixing_alpha": 0.5}
-    reasons = [
+    reasons = (
         why,
         f"P={num_fragments}: about 3 layers a fragment, {size.num_layers} / {num_fragments - 1} here [Streaming]",
         "V=1, alpha=0.5: overlap costs no quality below 5 steps [Streaming]",
         eta,
-    ]
-    return {**options, "outer": outer, "reasons": reasons}
+    )
+    return Recommendation(period, num_fragments, 1, 0.5, outer, reasons)
 
 
 def _recommended_period(setting: Setting) -> tuple[int, str]:
@@ -190,50 +190,113 @@ def _recommended_period(setting: Setting) -> tuple[int, str]:
     return 500, f"H=500 [DiLoCo]: the longest; this link still leaves {busy:.1%} utilization in f32"
 
 
-def forecast(setting: Setting) -> dict[str, Any]:  # Any: JSON
-    """All figures, as JSON holds them. Bytes are payloads on the f32 wire, rates bit/s, times seconds."""
-    size, schedule, rate = setting.size, setting.schedule, setting.rate
+@dataclass(frozen=True)
+class Parameters:
+    """Trainable parameters."""
+
+    total: float
+    layers: int
+    per_layer: float
+    rest: float
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """The schedule, as asked for and in effect."""
+
+    sync_period: int
+    """H, as asked for."""
+
+    num_fragments: int
+    overlap_steps: int
+    steps_per_sync: int
+    effective_period: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one method makes of the link; times and utilization only where a rate is given."""
+
+    method: str
+    wire: str
+    largest_transfer_bytes: float
+    bytes_per_step: float
+    required_rate: Mapping[str, float]
+    """bit/s by the utilization that they give."""
+
+    largest_transfer_seconds: float | None = None
+    largest_transfer_steps: float | None = None
+    utilization: float | None = None
+
+
+@dataclass(frozen=True)
+class AddedMemory:
+    """Bytes that DiLoCo adds to an island."""
+
+    outer_parameters: float
+    outer_momentum: float
+    captured_with_overlap: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All figures. Bytes are payloads on the f32 wire, rates bit/s, times seconds."""
+
+    parameters: Parameters
+    islands: int
+    step_seconds: float
+    rate: float | None
+    schedule: Cadence
+    fragment_bytes: tuple[float, ...]
+    partition: str
+    valid_num_fragments: tuple[int, ...]
+    methods: tuple[Figures, ...]
+    memory_added_per_island: AddedMemory
+    recommended: Recommendation
+    notes: tuple[str, ...] = ()
+    """What was taken for granted."""
+
+
+def forecast(setting: Setting, notes: Sequence[str] = ()) -> Plan:
+    """Works out the plan of a setting."""
+    size, schedule = setting.size, setting.schedule
     sizes = fragment_params(size, schedule.num_fragments, setting.balanced)
     planned = methods(setting)
     kept = fragment_params(size, planned[-1].work.schedule.num_fragments, setting.balanced)
     kept = kept[: 1 if setting.balanced else 2]  # one of each part: of the rest, and of the layers
-    return {
-        "parameters": {"total": size.total, "layers": size.num_layers, "per_layer": size.per_layer, "rest": size.rest},
-        "islands": setting.num_islands,
-        "step_seconds": setting.step_seconds,
-        "rate": rate,
-        "schedule": {
-            "sync_period": schedule.sync_period,
-            "num_fragments": schedule.num_fragments,
-            "overlap_steps": schedule.overlap_steps,
-            "steps_per_sync": schedule.steps_per_sync,
-            "effective_period": schedule.effective_period,
-        },
-        "fragment_bytes": [count * F32_BYTES for count in sizes],
-        "partition": "balanced" if setting.balanced else "layers",
-        "valid_num_fragments": valid_num_fragments(size.num_layers),
-        "methods": [_figures(method, rate) for method in planned],
-        "memory_added_per_island": {
-            "outer_parameters": size.total * F32_BYTES,
-            "outer_momentum": size.total * F32_BYTES,
-            "captured_with_overlap": sum(kept) * F32_BYTES,
-        },
-        "recommended": recommend(setting),
-    }
+    asked = (schedule.sync_period, schedule.num_fragments, schedule.overlap_steps)
+    return Plan(
+        parameters=Parameters(size.total, size.num_layers, size.per_layer, size.rest),
+        islands=setting.num_islands,
+        step_seconds=setting.step_seconds,
+        rate=setting.rate,
+        schedule=Cadence(*asked, schedule.steps_per_sync, schedule.effective_period),
+        fragment_bytes=tuple(count * F32_BYTES for count in sizes),
+        partition="balanced" if setting.balanced else "layers",
+        valid_num_fragments=tuple(valid_num_fragments(size.num_layers)),
+        methods=tuple(_figures(method, setting.rate) for method in planned),
+        memory_added_per_island=AddedMemory(size.total * F32_BYTES, size.total * F32_BYTES, sum(kept) * F32_BYTES),
+        recommended=recommend(setting),
+        notes=tuple(notes),
+    )
 
 
-def _figures(method: Method, rate: float | None) -> dict[str, Any]:  # Any: JSON
+def _figures(method: Method, rate: float | None) -> Figures:
     work = method.work
     largest = max(sum(piece.bits for piece in fragment) for fragment in work.fragments)
-    figures = {
-        "method": method.name.strip(),
-        "wire": method.wire,
-        "largest_transfer_bytes": largest / 8,
-        "bytes_per_step": work.bits_per_period / 8 / work.schedule.effective_period,
-        "required_rate": {f"{target:.0%}": required_rate(work, target) for target in TARGETS},
-    }
-    if rate is not None:
-        seconds = largest / rate
-        figures |= {"largest_transfer_seconds": seconds, "largest_transfer_steps": seconds / work.step_seconds}
-        figures["utilization"] = utilization(work, rate)
-    return figures
+    figures = Figures(
+        method=method.name.strip(),
+        wire=method.wire,
+        largest_transfer_bytes=largest / 8,
+        bytes_per_step=work.bits_per_period / 8 / work.schedule.effective_period,
+        required_rate={f"{target:.0%}": required_rate(work, target) for target in TARGETS},
+    )
+    if rate is None:
+        return figures
+    seconds = largest / rate
+    return dataclasses.replace(
+        figures,
+        largest_transfer_seconds=seconds,
+        largest_transfer_steps=seconds / work.step_seconds,
+        utilization=utilization(work, rate),
+    )

@@ -1,10 +1,11 @@
-"""The plan in words, and as a plot."""
+"""Reports of a plan: in words, and as a plot."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ...errors import BadInput
-from .forecast import Setting, methods
+from .forecast import Figures, Plan, Setting, methods
 from .simulate import required_rate, utilization
 
 PAPERS = "[DiLoCo] arXiv:2311.08105, [Streaming] arXiv:2501.18512, [Scaling] arXiv:2503.09799"
@@ -17,55 +18,55 @@ ASSUMPTIONS = (
 )
 
 
-def lines(plan: Mapping[str, Any]) -> Iterator[str]:  # Any: JSON
+def lines(plan: Plan) -> Iterator[str]:
     """The plan in words."""
-    size, schedule, rate = plan["parameters"], plan["schedule"], plan["rate"]
+    size, schedule, rate = plan.parameters, plan.schedule, plan.rate
     yield (
-        f"{_si(size['total'])} parameters: {size['layers']} layers of {_si(size['per_layer'])}, "
-        f"{_si(size['rest']).strip()} outside; {plan['islands']} island(s), {plan['step_seconds']:g} s a step, "
+        f"{_si(size.total)} parameters: {size.layers} layers of {_si(size.per_layer)}, "
+        f"{_si(size.rest).strip()} outside; {plan.islands} island(s), {plan.step_seconds:g} s a step, "
         + (f"link {_si(rate)}bit/s" if rate else "no --rate given")
     )
-    first, *others = plan["fragment_bytes"]
+    first, *others = plan.fragment_bytes
     yield (
-        f"fragments: P={schedule['num_fragments']}, one every {schedule['steps_per_sync']} step(s), each every "
-        f"{schedule['effective_period']} (H={schedule['sync_period']}); V={schedule['overlap_steps']}"
+        f"fragments: P={schedule.num_fragments}, one every {schedule.steps_per_sync} step(s), each every "
+        f"{schedule.effective_period} (H={schedule.sync_period}); V={schedule.overlap_steps}"
     )
-    if plan["partition"] == "balanced":
+    if plan.partition == "balanced":
         yield f"  0-{len(others)}: equal shares of everything, {_si(first)}B in f32 each"
     elif others:
         yield f"  0: outside the layers, {_si(first)}B in f32"
-        layers = size["layers"] // len(others)
-        yield f"  1-{len(others)}: {layers} layer(s) each, {_si(others[0])}B in f32"
+        yield f"  1-{len(others)}: {size.layers // len(others)} layer(s) each, {_si(others[0])}B in f32"
     else:
         yield f"  0: everything, {_si(first)}B in f32"
-    yield f"valid P: {' '.join(map(str, plan['valid_num_fragments']))}; any with partition: balanced"
-    memory = plan["memory_added_per_island"]
+    yield f"valid P: {' '.join(map(str, plan.valid_num_fragments))}; any with partition: balanced"
+    memory = asdict(plan.memory_added_per_island)
     parts = ", ".join(f"{name.replace('_', ' ')} {_si(value)}B" for name, value in memory.items())
     yield f"memory added per island: {_si(sum(memory.values()))}B ({parts})"
     yield ""
-    yield from _table(plan["methods"], rate)
+    yield from _table(plan.methods, rate)
     yield ""
-    options = {name: value for name, value in plan["recommended"].items() if name != "reasons"}
+    options = asdict(plan.recommended)
+    reasons = options.pop("reasons")
     yield f"recommended: trainer.diloco: {_yaml(options)}"
-    for reason in plan["recommended"]["reasons"]:
+    for reason in reasons:
         yield f"  {reason}"
     yield f"  ({PAPERS})"
     yield ""
     yield from ASSUMPTIONS
+    yield from plan.notes
 
 
-def _table(rows: list[Mapping[str, Any]], rate: float | None) -> Iterator[str]:  # Any: JSON
-    targets = list(rows[0]["required_rate"])
+def _table(methods: Sequence[Figures], rate: float | None) -> Iterator[str]:
+    targets = list(methods[0].required_rate)
     head = f"{'one sync':20}{'wire':7}{'sends':>9}" + (f"{'takes':>9}{'= steps':>9}{'busy':>8}" if rate else "")
     yield head + "  | bit/s for " + "".join(f"{target:>8}" for target in targets)
-    for row in rows:
-        line = f"{row['method']:20}{row['wire']:7}{_si(row['largest_transfer_bytes']) + 'B':>9}"
+    for one in methods:
+        line = f"{one.method:20}{one.wire:7}{_si(one.largest_transfer_bytes) + 'B':>9}"
         if rate:
-            line += f"{_si(row['largest_transfer_seconds']) + 's':>9}{row['largest_transfer_steps']:>9.3g}"
-            line += f"{row['utilization']:>8.1%}"
-        yield (
-            line + "  | " + " " * 10 + "".join(f"{_si(row['required_rate'][target]).strip():>8}" for target in targets)
-        )
+            seconds = one.largest_transfer_seconds or 0
+            line += f"{_si(seconds) + 's':>9}{one.largest_transfer_steps:>9.3g}{one.utilization:>8.1%}"
+        rates = "".join(f"{_si(one.required_rate[target]).strip():>8}" for target in targets)
+        yield f"{line}  | {'':10}{rates}"
 
 
 def _yaml(options: Mapping[str, Any]) -> str:  # Any: JSON

@@ -9,8 +9,9 @@ It assumes:
   that is the capturing step itself.
 - The exchange ends with the transfer: the outer step and the cast to a wire format take no time.
 
-[Streaming] prints the rate that its methods need for 50 to 99 % utilization, 75 cells. `tests/test_plan.py`
-computes each; 67 agree within 15 %. What the paper leaves open was inferred from the table itself:
+[Streaming] prints the rate that its methods need for 50 to 99 % utilization, 75 cells.
+`tests/commands/plan/test_command.py` computes each; 67 agree within 15 %.
+What the paper leaves open was inferred from the table itself:
 - Rates lie on 50 points from 0.1 to 1000 Gbit/s, evenly spaced in the logarithm: `10**(-1 + 4*k/49)`, rounded to two
   decimals and then to one (so 6.2506 reads 6.2 and 1.1514 reads 1.1). All 75 cells are such points, 21 % apart, so
   agreement within 15 % is the same point or none.

@@ -14,7 +14,7 @@ from helpers.command_runs import Workplace
 from helpers.namespaces import host_network, needs_namespaces
 from helpers.paths import ROOT
 from levanter_diloco.commands.bench import command as bench
-from levanter_diloco.commands.bench.command import lines, main
+from levanter_diloco.commands.bench.command import main
 from levanter_diloco.commands.bench.methods import METHODS
 from levanter_diloco.options.config import DiLoCoConfig
 
@@ -82,7 +82,7 @@ def test_one_fragment_does_not_stream(diloco: dict[str, int] | None, more: list[
 
 
 def record(seconds: list[float], bytes_per_step: float, slow: float) -> dict[str, Any]:
-    options = {"enabled": True, "num_fragments": 1, "overlap_steps": 0, "sync_period": 5}
+    options = {"enabled": True, "num_fragments": 1, "overlap_steps": 0, "sync_period": 6, "effective_period": 5}
     rates = {"none": 1.0, "50mbit": slow}
     segments = [
         {"rate": rate, "seconds_per_step": [scale * x for x in seconds], "bytes_per_step": bytes_per_step}
@@ -94,10 +94,10 @@ def record(seconds: list[float], bytes_per_step: float, slow: float) -> dict[str
 def test_rows_take_the_slowest_process_and_the_median_period():
     # periods: max(1, 2), max(4, 3), max(3, 3) -> 2, 4, 3 -> 3
     records = [record([1.0, 4.0, 3.0], 1000, slow=2), record([2.0, 3.0, 3.0], 3250, slow=2)]
-    open_link, slow = bench._rows("vanilla", records)
-    assert (open_link["rate"], open_link["seconds_per_step"], open_link["times_unshaped"]) == ("none", 3.0, 1.0)
-    assert (slow["rate"], slow["seconds_per_step"], slow["times_unshaped"]) == ("50mbit", 6.0, 2.0)
-    head, _, line = lines([open_link, slow])
+    open_link, slow = bench.rows_of("vanilla", records)
+    assert (open_link.rate, open_link.seconds_per_step, open_link.times_unshaped) == ("none", 3.0, 1.0)
+    assert (slow.rate, slow.seconds_per_step, slow.times_unshaped) == ("50mbit", 6.0, 2.0)
+    head, _, line, _ = bench.BenchReport((open_link, slow)).lines()
     assert head.split() == ["method", "H", "P", "V", "link", "s/step", "x", "none", "sent/step"]
     assert line.split() == ["vanilla", "5", "1", "0", "50mbit", "6.000", "2.00", "3.25", "KB"]
 
@@ -105,9 +105,18 @@ def test_rows_take_the_slowest_process_and_the_median_period():
 def test_rows_without_an_open_link_have_no_ratio():
     records = [record([1.0], 10, slow=2)]
     del records[0]["segments"][0]
-    (row,) = bench._rows("vanilla", records)
-    assert row["times_unshaped"] is None
-    assert list(lines([row]))[1].split() == ["vanilla", "5", "1", "0", "50mbit", "2.000", "10", "bytes"]
+    (row,) = bench.rows_of("vanilla", records)
+    assert row.times_unshaped is None
+    assert list(bench.BenchReport((row,)).lines())[1].split() == [
+        "vanilla",
+        "5",
+        "1",
+        "0",
+        "50mbit",
+        "2.000",
+        "10",
+        "bytes",
+    ]
 
 
 def run_bench(workplace: Workplace, *args: str) -> subprocess.CompletedProcess[str]:

@@ -75,7 +75,7 @@ PIECES = [
     for part, runs in (("rest", 1), ("layers", 2))
     for name in ("piece of", "last piece of")
 ]
-OVERLAPPED = [(f"{kind} {part}", runs) for part, runs in (("rest", 1), ("layers", 2)) for kind in ("merge", "keep")]
+OVERLAPPED = [(f"{kind} {part}", runs) for part, runs in (("rest", 1), ("layers", 2)) for kind in ("merge", "capture")]
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,14 @@ from jax.sharding import Mesh
 from levanter.trainer_state import TrainerState
 
 from helpers.toy_model import Block
-from levanter_diloco.algorithm.wire import wire_format
+from levanter_diloco.algorithm.codecs import wire_format
 from levanter_diloco.fragments.partition import Place
-from levanter_diloco.islands.all_reduce import Exchange
+from levanter_diloco.islands.all_reduce import AllReduce
+from levanter_diloco.islands.guard import Guard
 from levanter_diloco.islands.layout import Layout
 from levanter_diloco.islands.placement import Placement
 from levanter_diloco.islands.state import DiLoCoState
-from levanter_diloco.islands.sync import Guard, Sync
+from levanter_diloco.islands.sync import Sync
 from levanter_diloco.options.config import DiLoCoConfig
 
 MAPPING = {"embed": "data", "diloco": "diloco"}
@@ -60,7 +61,7 @@ def compiled_sync(diloco: DiLoCoConfig, part: str) -> jax.stages.Compiled:
     placement = Placement(two_slices(), MAPPING, diloco.outer_memory)
     placement.check()
     layout, optimizer = Layout(diloco, 2, {"embed": 4}), diloco.outer.build(10)
-    exchange = Exchange(placement.mesh, MAPPING, wire_format("f32", 2, False), sharded=placement.sharded)
+    exchange = AllReduce(placement.mesh, MAPPING, wire_format("f32", 2, False), sharded=placement.sharded)
     sync = Sync(
         layout.partition, optimizer, 0.0, exchange, placement, optax.sgd(0.1), Guard(enabled=True, factor=None)
     )
@@ -75,7 +76,7 @@ def compiled_sync(diloco: DiLoCoConfig, part: str) -> jax.stages.Compiled:
 
     def apply(leaves: list, index: jax.Array) -> list:
         with hax.axis_mapping(MAPPING):
-            state, _ = sync.whole(eqx.combine(treedef.unflatten(leaves), static), Place(part, index), jnp.ones(2))
+            state, _ = sync.sync(eqx.combine(treedef.unflatten(leaves), static), Place(part, index), jnp.ones(2))
         return jax.tree.leaves(eqx.filter(state, eqx.is_array))
 
     placed = [ShapeDtypeStruct(x.shape, x.dtype, sharding=at) for x, at in zip(leaves, where, strict=True)]

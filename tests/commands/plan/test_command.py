@@ -13,11 +13,12 @@ import yaml
 
 from helpers.paths import ROOT
 from levanter_diloco import cli
+from levanter_diloco.algorithm.codecs import Bf16
 from levanter_diloco.algorithm.schedule import Schedule
-from levanter_diloco.algorithm.wire import wire_format, wire_names
-from levanter_diloco.commands.plan.command import DEFAULTS, EXAMPLES, parse_rate
+from levanter_diloco.algorithm.wire import register_wire, wire_names
+from levanter_diloco.commands.plan.command import EXAMPLES, parse_rate
 from levanter_diloco.commands.plan.forecast import (
-    WIRES,
+    AddedMemory,
     Setting,
     carried_bits,
     forecast,
@@ -25,10 +26,10 @@ from levanter_diloco.commands.plan.forecast import (
     recommended_num_fragments,
     valid_num_fragments,
 )
-from levanter_diloco.commands.plan.model_size import MODELS, ModelSize, size_of
+from levanter_diloco.commands.plan.model_size import ModelSize
 from levanter_diloco.commands.plan.simulate import Piece, Workload, during_backward, required_rate, utilization
-from levanter_diloco.errors import BadInput
-from levanter_diloco.options.config import DiLoCoConfig
+
+TINY = {"hidden_dim": 64, "intermediate_dim": 96, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
 
 TEN_BILLION = ["plan", "--params", "10e9", "--layers", "48", "--step_seconds", "0.8"]
 
@@ -235,78 +236,6 @@ def test_other_readings_of_the_paper_agree_less(needed: dict[tuple[str, str, flo
     assert sum(abs(rate / CELLS[cell] - 1) <= 0.15 for cell, rate in needed.items()) == 55  # no grid at all
 
 
-# The sizes of models
-
-
-def yaml_of(kind: str, **options: Any) -> dict[str, Any]:
-    return {"model": {"type": kind, **options}}
-
-
-TINY = {"hidden_dim": 64, "intermediate_dim": 96, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
-
-
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize(
-    "options", [{}, {"head_dim": 32}, {"tie_word_embeddings": True, "use_qk_norm": True}, {"hybrid_norm": True}]
-)
-def test_parameters_are_those_of_the_host(kind: str, options: dict[str, Any]):
-    import equinox as eqx
-    import jax
-    from haliax import Axis
-    from levanter.models.lm_model import LmConfig
-
-    known = LmConfig.get_choice_class(kind)
-    defaults = {field.name: field.default for field in dataclasses.fields(known)}
-    ours = MODELS[kind] | ({"mlp_only_layers": ()} if "mlp_only_layers" in MODELS[kind] else {})
-    assert ours == {name: defaults[name] for name in ours}
-
-    model = eqx.filter_eval_shape(known(**TINY, **options).build, Axis("vocab", 100), key=jax.random.PRNGKey(0))
-    stacked = sum(x.size for x in jax.tree.leaves(model.transformer.layers) if hasattr(x, "shape"))
-    total = sum(x.size for x in jax.tree.leaves(model) if hasattr(x, "shape"))
-    size = size_of(yaml_of(kind, **TINY, **options), vocab_size=100)
-    assert (size.num_layers * size.per_layer, size.total) == (stacked, total)
-
-
-def test_known_models_have_their_known_sizes():
-    llama = size_of(yaml_of("llama") | {"data": {"tokenizer": "NousResearch/Llama-2-7b-hf"}}, None)
-    assert llama.total == 6_738_415_616
-    qwen3 = yaml_of("qwen3", hidden_dim=4096, intermediate_dim=12288, num_layers=36, num_kv_heads=8, head_dim=128)
-    assert size_of(qwen3, 151936).total == 8_190_735_360
-    assert size_of(yaml_of("qwen3_moe"), 151936).total == 30_532_122_624
-
-
-def test_vocabulary_is_read_from_a_tokenizer_on_disk(tmp_path: Path):
-    tokenizer = {
-        "model": {"vocab": {"a": 0, "b": 1, "<s>": 2}},
-        "added_tokens": [{"content": "<s>"}, {"content": "+"}],
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    size = size_of(yaml_of("llama", **TINY) | {"data": {"tokenizer": str(tmp_path)}}, None)
-    assert size == size_of(yaml_of("llama", **TINY), 4)
-
-
-@pytest.mark.parametrize(
-    ("config", "parts"),
-    [
-        ({"model": {"type": "gpt2"}}, ["model.type", "(gpt2)", "qwen3", "--params", "--layers"]),
-        ({"model": {"hidden_dim": 8}}, ["model.type", "(None)", "--params"]),
-        ({"model": 3}, ["model", "(3)", "{} works"]),
-        (yaml_of("llama", use_bias=True), ["model.use_bias", "(True)", "--params"]),
-        (yaml_of("llama", num_layers="many"), ["model.num_layers", "(many)", "32 works"]),
-        (yaml_of("llama", num_layers=0), ["model.num_layers", "(0)", "at least 1", "32 works"]),
-        (yaml_of("llama", tie_word_embeddings=1), ["model.tie_word_embeddings", "(1)", "true or false"]),
-        (yaml_of("llama") | {"adapter": {"type": "lora"}}, ["adapter.type", "(lora)", "--params"]),
-        (yaml_of("llama") | {"use_hf_model_config": True}, ["use_hf_model_config", "(true)", "--params"]),
-        (yaml_of("llama") | {"data": {"tokenizer": "no/such"}}, ["data.tokenizer", "(no/such)", "--vocab_size"]),
-    ],
-)
-def test_model_that_cannot_be_counted_names_the_flag(config: dict[str, Any], parts: list[str]):
-    with pytest.raises(BadInput) as error:
-        size_of(config, None)
-    for part in parts:
-        assert part in str(error.value)
-
-
 # What is recommended, and what the package has
 
 
@@ -334,14 +263,28 @@ def setting(**changes: Any) -> Setting:
     return dataclasses.replace(base, **changes)
 
 
-def test_defaults_are_those_of_the_config():
-    assert {option: getattr(DiLoCoConfig(), option) for option in DEFAULTS} == DEFAULTS
+def test_every_wire_is_planned_with_the_blocks_of_the_run():
+    # an f32 scale for each block of 8 adds 4 bits to an element
+    rows = {row.wire: row.largest_transfer_bytes for row in forecast(setting(wire_block=8)).methods[3:]}
+    assert list(rows) == [*wire_names()]
+    assert [rows[name] / rows["f32"] for name in ("bf16", "int8", "int4", "e3m0")] == [
+        16 / 32,
+        12 / 32,
+        8 / 32,
+        8 / 32,
+    ]
 
 
-def test_wires_are_those_of_the_package():
-    block = DiLoCoConfig().wire_block
-    bits = {name: 8 * wire_format(name, block, False).block_bytes / block for name in wire_names()}
-    assert {wire.name: wire.bits for wire in WIRES} == bits
+def test_registered_wire_is_planned(capsys: pytest.CaptureFixture[str]):
+    from levanter_diloco.algorithm.wire import _FORMATS
+
+    register_wire("half")(Bf16)
+    try:
+        plan = json.loads(output(capsys, *TEN_BILLION, "--json"))
+        rows = {row["wire"]: row["largest_transfer_bytes"] for row in plan["methods"][3:]}
+        assert rows["half"] == rows["bf16"]
+    finally:
+        del _FORMATS["half"]
 
 
 def test_balanced_fragments_are_equal_and_any_number(capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -360,31 +303,26 @@ def test_balanced_fragments_are_equal_and_any_number(capsys: pytest.CaptureFixtu
 
 def test_wires_are_gathered_from_few_islands_and_scattered_from_many():
     # int8 with scales is 8.125 bits: of 3 others 24.4; of 8 islands 7/8 * (8.125 + 32) = 35.1, not 7 * 8.125 = 56.9.
-    int8 = WIRES[2]
-    assert carried_bits(int8, 4) == pytest.approx(3 * 8.125)
-    assert carried_bits(int8, 8) == pytest.approx(7 / 8 * 40.125)
-    assert carried_bits(WIRES[0], 4) == 2 * 3 / 4 * 32
+    assert carried_bits("int8", 256, 4) == pytest.approx(3 * 8.125)
+    assert carried_bits("int8", 256, 8) == pytest.approx(7 / 8 * 40.125)
+    assert carried_bits("f32", 256, 4) == 2 * 3 / 4 * 32
 
 
 def test_figures_by_hand():
     plan = forecast(setting())
-    assert plan["fragment_bytes"] == [1.6e9, *[3 * 2e8 * 4] * 16]
-    assert plan["memory_added_per_island"] == {
-        "outer_parameters": 40e9,
-        "outer_momentum": 40e9,
-        "captured_with_overlap": 1.6e9 + 2.4e9,
-    }
-    diloco = plan["methods"][1]
-    assert diloco["largest_transfer_seconds"] == pytest.approx(32.0)  # 40 GB at 10 Gbit/s, two islands
-    assert diloco["utilization"] == pytest.approx(80 / 112)
-    assert diloco["required_rate"]["50%"] == pytest.approx(4e9, rel=1e-5)
-    four = forecast(setting(num_islands=4))["methods"][1]
-    assert four["largest_transfer_bytes"] == pytest.approx(60e9)  # a ring of four: 3/2 of the payload
+    assert plan.fragment_bytes == (1.6e9, *[3 * 2e8 * 4] * 16)
+    assert plan.memory_added_per_island == AddedMemory(40e9, 40e9, captured_with_overlap=1.6e9 + 2.4e9)
+    diloco = plan.methods[1]
+    assert diloco.largest_transfer_seconds == pytest.approx(32.0)  # 40 GB at 10 Gbit/s, two islands
+    assert diloco.utilization == pytest.approx(80 / 112)
+    assert diloco.required_rate["50%"] == pytest.approx(4e9, rel=1e-5)
+    four = forecast(setting(num_islands=4)).methods[1]
+    assert four.largest_transfer_bytes == pytest.approx(60e9)  # a ring of four: 3/2 of the payload
 
 
 def test_recommended_period_follows_the_link():
     def period(rate: float | None) -> int:
-        return forecast(setting(rate=rate))["recommended"]["sync_period"]
+        return forecast(setting(rate=rate)).recommended.sync_period
 
     assert [period(rate) for rate in (1e12, 20e9, 5e9, 1e6, None)] == [30, 100, 500, 500, 100]
 
@@ -417,7 +355,7 @@ def test_plan_of_a_parameter_count(capsys: pytest.CaptureFixture[str]):
 
 
 def test_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]):
-    section = (ROOT / "README.md").read_text().partition("## Planning a run")[2]
+    section = (ROOT / "levanter_diloco/commands/plan/README.md").read_text()
     command, _, printed = section.partition("```text\n$ levanter-diloco ")[2].partition("```")[0].partition("\n")
     assert output(capsys, *command.split()) == printed
 
@@ -425,14 +363,16 @@ def test_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]
 def test_json_has_every_figure(capsys: pytest.CaptureFixture[str]):
     plan = json.loads(output(capsys, *TEN_BILLION, "--rate", "10gbit", "--islands", "4", "--json"))
     assert plan["islands"] == 4 and plan["rate"] == 10e9
-    assert len(plan["methods"]) == 3 + len(WIRES)
+    assert len(plan["methods"]) == 3 + len(wire_names())
     assert set(plan["methods"][0]["required_rate"]) == {"50%", "80%", "90%", "95%", "99%"}
 
 
 def config(tmp_path: Path, **diloco: Any) -> Path:
     path = tmp_path / "run.yaml"
     trainer = {"mp": "p=bf16,c=bf16", "diloco": {"sync_period": 30, "ici_islands": 2, "dcn_islands": 2, **diloco}}
-    path.write_text(yaml.safe_dump(yaml_of("llama", **TINY) | {"trainer": trainer, "data": {"tokenizer": "gpt2"}}))
+    path.write_text(
+        yaml.safe_dump({"model": {"type": "llama", **TINY}} | {"trainer": trainer, "data": {"tokenizer": "gpt2"}})
+    )
     return path
 
 
@@ -502,8 +442,8 @@ def test_bad_flag_is_refused_in_one_line(flags: list[str], parts: list[str], cap
         ({"overlap_steps": 30}, ["trainer.diloco.overlap_steps (30)", "29 works"]),
         ({"dcn_islands": -1}, ["trainer.diloco.dcn_islands (-1)", "slices", "--islands"]),
         ({"ici_islands": -1}, ["trainer.diloco.ici_islands (-1)", "devices", "--islands"]),
-        ({"link": {"rate": "fast"}}, ["trainer.diloco.link.rate (fast)", "1gbit works"]),
-        ({"link": 5}, ["trainer.diloco.link (5)", "block"]),
+        ({"link": {"rate": "fast"}}, ["trainer.diloco.link.rate (fast)", "50mbit works"]),
+        ({"link": 5}, ["trainer.diloco.link must be a block of options", "found 5"]),
     ],
     ids=str,
 )
