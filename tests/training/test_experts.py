@@ -1,5 +1,6 @@
 """Mixtures of experts on islands, against the stock host on one device."""
 
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from levanter.utils.mesh import MeshConfig
 from helpers.host_runs import LLAMA, Vocab, joined, stock_config, stock_runs, text_batch, text_loss
 from helpers.toy_model import entered, run
 from helpers.toy_runs import config_of, difference, island
+from levanter_diloco.errors import OptionError
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
@@ -121,3 +123,25 @@ def test_outer_model_with_mapped_tokens_evaluates_as_on_one_device(tmp_path: Pat
         trainer.add_hook(lambda info: losses.append(evaluate(info.eval_model, batch).item()), every=1)
         trainer.train(trainer.initial_state(jax.random.PRNGKey(0), model=theta), [batch])
     assert losses[0] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"compute_mapping": {"token": "model"}},
+            "compute_mapping.token (model) must lie where the batch does (data)",
+        ),
+        (
+            {"shared_mapping": {"token_repeat": ["data", "model"]}},
+            "shared_mapping.token_repeat (data, model) must lie",
+        ),
+        ({"compute_mapping": {"experts": "model"}}, "compute_mapping.experts (model) must be left out"),
+        ({"shared_mapping": {"experts": "data"}}, "shared_mapping.experts (data) must be left out"),
+    ],
+)
+def test_mapping_that_experts_cannot_follow_is_refused(options: dict, said: str, tmp_path: Path) -> None:
+    mesh = MeshConfig(axes={"data": 2, "model": 2}, **options)
+    config = config_of(tmp_path, {"sync_period": 9, "ici_islands": 2}, mesh=mesh)
+    with pytest.raises(OptionError, match=re.escape(f"trainer.mesh.{said}")):
+        config._validate_and_set_defaults()
