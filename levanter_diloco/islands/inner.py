@@ -18,6 +18,7 @@ from ..axes import ISLAND, with_island, without_island
 from ..host.attention import splash_on_manual_mesh
 from ..host.constants import constants_outside_the_mesh
 from ..host.embedding import gathered_lookups
+from ..host.moe import experts_by_shard
 from .state import DiLoCoState, Islands, frozen_only, island_state
 
 
@@ -62,7 +63,12 @@ def inner_step(
         return _each(lambda island, rows: island_step(island, model, step, rows), islands_per_slot)(islands, rows)
 
     split = PartitionSpec(ISLAND)
-    with constants_outside_the_mesh(), gathered_lookups(trainer.config, ISLAND), splash_on_manual_mesh():
+    with (
+        constants_outside_the_mesh(),
+        gathered_lookups(trainer.config, ISLAND),
+        splash_on_manual_mesh(),
+        experts_by_shard(),
+    ):
         return jax.shard_map(
             slot_step,
             in_specs=(split, PartitionSpec(), PartitionSpec(), _batch_specs(batch, Batch)),

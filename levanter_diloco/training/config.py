@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,7 @@ from levanter.trainer import TrainerConfig
 from ..algorithm.participation import Participation
 from ..axes import ISLAND
 from ..errors import PATH, OptionError, option_error
+from ..host.moe import TOKENS
 from ..islands.mesh import IslandCounts, island_mesh, resolve_islands
 from ..islands.placement import Placement
 from ..options.config import DiLoCoConfig
@@ -122,6 +124,7 @@ class DiLoCoTrainerConfig(TrainerConfig):
     def _validate_and_set_defaults(self) -> None:
         if self.diloco.enabled:
             self._refuse_what_islands_cannot_do()
+            self._refuse_what_experts_cannot_do()
             self.placement.check()
             _ = self.participation  # refused here, if at all
             if self.diloco.guard:  # which takes their place: one bad island does not stop the run
@@ -150,6 +153,23 @@ class DiLoCoTrainerConfig(TrainerConfig):
             raise OptionError(
                 f"trainer.mesh.batch_axis_name (None) must name the axis that {PATH} splits; batch works."
             )
+
+    def _refuse_what_experts_cannot_do(self) -> None:
+        """A device computes all experts for the tokens of its own rows; no token is sent to where an expert lies."""
+        batch = self._several(self.data_axes)
+        rules = dict.fromkeys(TOKENS, (batch, f"lie where the batch does ({', '.join(batch)})", "leaving it out"))
+        stored = "trainer.mesh.param_mapping: {experts: data}, which only stores them apart,"
+        rules["experts"] = ((), "be left out: every device computes all experts for its own tokens", stored)
+        for logical, (fits, rule, works) in rules.items():
+            axes = self._several(self.mesh.resolved_compute_mapping.get(logical, ()))
+            if axes not in ((), fits):
+                option = "compute_mapping" if logical in self.mesh.compute_mapping else "shared_mapping"
+                raise OptionError(f"trainer.mesh.{option}.{logical} ({', '.join(axes)}) must {rule}; {works} works.")
+
+    def _several(self, axes: str | Sequence[str]) -> tuple[str, ...]:
+        """Those of the mesh axes that have several devices of an island."""
+        names = [axes] if isinstance(axes, str) else axes
+        return tuple(name for name in names if name != ISLAND and self.device_mesh.shape.get(name, 1) > 1)
 
     def _check_island_data(self) -> None:
         mixtures, num_islands = self.diloco.island_data, self.islands.num_islands

@@ -28,6 +28,7 @@ from ..checkpoint.recovery import (
 )
 from ..checkpoint.saving import prepare
 from ..host.checkpointer import save_along, save_without_barriers
+from ..host.moe import experts_by_shard
 from ..islands.byte_count import count_of
 from ..islands.layout import Layout
 from ..islands.programs import Programs
@@ -165,7 +166,8 @@ class DiLoCoTrainer(Trainer):
 
     # pyrefly: ignore[bad-override]
     def run_hooks(self, info: StepInfo[DiLoCoState], force: bool = False) -> None:
-        super().run_hooks(OuterStepInfo(**vars(info)), force)
+        with experts_by_shard():  # of evaluations
+            super().run_hooks(OuterStepInfo(**vars(info)), force)
 
     @functools.cached_property
     # pyrefly: ignore[bad-override]  several programs in the place of one

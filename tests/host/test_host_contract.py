@@ -125,8 +125,20 @@ def function(path: str) -> Callable:
             ":SplashAttentionKernel.manual_sharding_spec",
             "self sharding",
         ),
+        # mixtures of experts
+        ("levanter.models.qwen3_moe:Qwen3MoeSparseMoeBlock.__call__", "self x key"),
+        ("levanter.models.qwen3_moe:Qwen3MoeSparseMoeBlock._route", "self router_logits Token TopExperts"),
+        ("levanter.models.qwen3_moe:Qwen3MoeSparseMoeBlock._permute", "self x_flat topk_idx_flat TokenRepeat"),
+        ("levanter.models.mixtral:MixtralSparseMoeBlock.__call__", "self x key"),
+        ("levanter.models.mixtral:MixtralSparseMoeBlock._permute", "self x_flat topk_idx_flat TokenRepeat"),
+        ("haliax.nn:MoELinear.__call__", "self inputs group_sizes key"),
+        ("haliax.nn:ragged_dot", "lhs_ rhs_ group_sizes_ ar implementation"),
         # haliax
         ("haliax.partitioning:pspec_for_axis", "axis mapping"),
+        ("haliax.partitioning:physical_axis_name", "axis mapping"),
+        ("haliax.partitioning:physical_axis_size", "axis mapping"),
+        ("haliax.partitioning:current_thread_local_mapping", ""),
+        ("haliax.partitioning:_get_mesh", ""),
         ("haliax.tree_util:hashable_partition", "pytree filter_spec"),
         ("haliax.tree_util:hashable_combine", "dynamic static"),
     ],
@@ -304,6 +316,15 @@ def test_host_looks_up_by_attribute_what_we_replace(path: str, name: str) -> Non
 
 def test_host_counts_slices_of_the_devices_that_jax_names() -> None:
     assert "jax.devices()" in inspect.getsource(named("levanter.trainer:TrainerConfig.num_slices").func)
+
+
+@pytest.mark.parametrize("path", ["qwen3_moe:Qwen3MoeSparseMoeBlock", "mixtral:MixtralSparseMoeBlock"])
+def test_block_of_experts_names_the_axes_that_we_map(path: str) -> None:
+    source = " ".join(inspect.getsource(named(f"levanter.models.{path}")).split())
+    assert 'if x.has_axis("batch")' in source
+    assert 'new_axis="token"' in source and 'new_axis="token_repeat"' in source
+    assert "x_repeat_sort, group_sizes, sort_idx = self._permute(x_flat, topk_idx_flat, TokenRepeat)" in source
+    assert "self.experts(x_repeat_sort, group_sizes, key=k_experts)" in source
 
 
 @pytest.mark.parametrize("name", ["DEFAULT_ICI_AXIS_SPEC", "DEFAULT_DCN_AXIS_SPEC"])

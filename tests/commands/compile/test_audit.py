@@ -25,7 +25,9 @@ CASES = {
     "V2": {"overlap_steps": 2},
     **{wire: {"overlap_steps": 1, "wire": wire} for wire in ("bf16", "int8", "int4", "e3m0")},
     "balanced": {"overlap_steps": 1, "partition": "balanced"},
+    "experts": {"overlap_steps": 1},
 }
+MODELS = {"experts": {"type": "qwen3_moe", "moe_intermediate_dim": 128, "num_experts": 8, "num_experts_per_tok": 2}}
 
 
 AUDITS: dict[str, Audit] = {}
@@ -39,17 +41,18 @@ def audit_of(lowered: jax.stages.Lowered) -> Audit:
     return AUDITS[text]
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+@pytest.fixture(scope="module", params=CASES)
 def audits(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
     """V, the audits of the step programs by name, and the traffic by count of parameters."""
-    options = config(tmp_path_factory.mktemp("compiled"), request.param)
+    block = CASES[request.param]
+    options = config(tmp_path_factory.mktemp("compiled"), block, **MODELS.get(request.param, {}))
     with abstract_run(tpu_devices(TPU, 2), options, 4 * VOCAB_SIZE) as run:
         found = {
             program.name: audit_of(program.trace().lower())
             for program in run.programs
             if program.name.startswith("inner")
         }
-    yield request.param.get("overlap_steps", 0), found, run.traffic
+    yield block.get("overlap_steps", 0), found, run.traffic
 
 
 def test_inner_step_sends_nothing_between_slices(audits: tuple) -> None:
