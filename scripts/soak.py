@@ -267,6 +267,7 @@ def soak(folder: Path, count: int) -> None:
         config = trainer_config(folder / "run", block, **options)
         config._validate_and_set_defaults()
         inner = optax.sgd(0.1, momentum=0.5)
+        # pyrefly: ignore[bad-argument-type]  the host's protocol of a loss names no arguments
         with levanter.tracker.current_tracker(NoopTracker()), DiLoCoTrainer(config, inner, toy_loss) as trainer:
             state = trainer.initial_state(jax.random.PRNGKey(0), model=model)
             trainer._programs = programs  # of the same options: a life need not compile anew

@@ -122,6 +122,7 @@ def test_gradients_are_f32_where_islands_are_bf16():
 def test_small_updates_still_move_theta_where_islands_are_bf16():
     # Each sync moves Theta by 1e-4, far below the bf16 step of 2^-7 at 1: the islands see it after some 40 syncs.
     outer, optimizer = scalar(1.0), optax.sgd(1e-4 * 2**7)
+    # pyrefly: ignore[bad-argument-type]  optax's trees are named arrays here, its types are plain ones
     state = optimizer.init(outer)
     for sync in range(1, 101):
         merged = merge(outer, on_islands([0.0, 0.0], dtype=jnp.bfloat16), 0.0)
@@ -159,6 +160,7 @@ def test_outer_step_is_the_optimizer_on_plain_arrays(optimizer: optax.GradientTr
         plain = optax.apply_updates(plain, updates)
         outer, state = outer_step(optimizer, state, outer, {"embed": hax.named(gradient, Embed), "frozen": None})
         assert outer["frozen"] is None
+        # pyrefly: ignore[no-matching-overload]  optax's trees are named arrays here, its types are plain ones
         np.testing.assert_allclose(outer["embed"].array, plain, rtol=1e-6)
 
 
@@ -267,6 +269,7 @@ def test_loop_follows_the_reference_trajectory(case: dict[str, Any]):
         updates, inner_state = update(gradient, inner_state, loop.islands)
         loop.islands = optax.apply_updates(loop.islands, updates)
         loop.sync(step)
+        # pyrefly: ignore[bad-argument-type]  optax's trees are named arrays here, its types are plain ones
         assert_close(loop.islands, now["inner"], f"islands after step {step}")
         # The reference steps Theta at the capture, one step before ours if V >= 1.
         lag = min(overlap, 1)
@@ -335,11 +338,15 @@ def test_one_island_with_outer_sgd_is_lookahead(inner: optax.GradientTransformat
     )
     inner_state = inner.init(start)
     for step in range(1, 11):
+        # pyrefly: ignore[missing-attribute]  optax's trees are named arrays here, its types are plain ones
         updates, state = lookahead.update(params.fast - target, state, params)
         params = optax.apply_updates(params, updates)
         fast = loop.islands.array[0]
         updates, inner_state = inner.update(fast - target, inner_state, fast)
+        # pyrefly: ignore[bad-index]  optax's trees are named arrays here, its types are plain ones
         loop.islands = on_islands(optax.apply_updates(fast, updates)[None], Embed)
         loop.sync(step)
+        # pyrefly: ignore[missing-attribute]  optax's trees are named arrays here, its types are plain ones
         np.testing.assert_allclose(loop.islands.array[0], params.fast, atol=1e-6, rtol=0)
+        # pyrefly: ignore[missing-attribute]  optax's trees are named arrays here, its types are plain ones
         np.testing.assert_allclose(loop.outer.array, params.slow, atol=1e-6, rtol=0)

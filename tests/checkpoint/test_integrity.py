@@ -18,7 +18,7 @@ from levanter.tensorstore_serialization import _flatten_serializable_leaves
 from levanter.utils.mesh import MeshConfig
 
 from helpers.command_runs import corrupt
-from helpers.toy_model import Toy, entered, numbers, toy_batch, toy_loss, trainer_config
+from helpers.toy_model import Toy, entered, numbers, save_now, toy_batch, toy_loss, trainer_config
 from levanter_diloco.checkpoint.checksum import sums_of_shards
 from levanter_diloco.checkpoint.integrity import check, checksum_of, stored_arrays, with_checksums
 from levanter_diloco.checkpoint.label import Label
@@ -71,7 +71,7 @@ def test_checksums_cross_between_no_devices(tmp_path: Path) -> None:
         mesh = trainer.device_mesh
         for x in jax.tree.leaves(eqx.filter(state.saveable_state, eqx.is_array)):
             compiled = sums_of_shards.lower(x, mesh, x.sharding.spec).compile()
-            assert Audit.of(compiled, island_size=1).sent == 0
+            assert Audit.of(compiled, island_size=1).sent_bytes == 0
         names = sorted(_flatten_serializable_leaves(state.saveable_state)[0])
         rows = np.asarray(with_checksums(state.saveable_state, mesh)["checksums"])
     # Two islands of four devices: what both hold counts once, what is an island's on one of its devices.
@@ -127,9 +127,9 @@ def test_checksum_of_theta_is_the_same_on_other_devices(tmp_path: Path) -> None:
         config = options(tmp_path / name, block)
         with entered(config, SGD, toy_loss) as trainer:
             state = trainer.initial_state(jax.random.PRNGKey(0), model=toy())
-            trainer._checkpointer.on_step(tree=state.saveable_state, step=1, force=True)
-            trainer._checkpointer.wait_until_finished()
+            save_now(trainer, state, step=1)
         sums = check(str(tmp_path / name / "checkpoints" / "toy" / "step-1"))
+        assert sums is not None
         found.add(checksum_of(sums, "model"))
     assert len(found) == 1
 
@@ -177,7 +177,7 @@ def test_one_bit_of_a_file_is_told_by_the_arrays_name(tmp_path: Path) -> None:
     state = Plain(jnp.ones(3), jax.random.normal(jax.random.PRNGKey(0), (64, 64)))
     save_checkpoint(with_checksums(state, mesh), 1, tmp_path)
     Label.of(8, DiLoCoConfig(), None).write(str(tmp_path))
-    assert check(str(tmp_path)).keys() == {"small", "large"}
+    assert (check(str(tmp_path)) or {}).keys() == {"small", "large"}
     content = np.asarray(state.large).tobytes()
     (file,) = [file for file in (tmp_path / "d").iterdir() if content in file.read_bytes()]
     damaged = bytearray(file.read_bytes())

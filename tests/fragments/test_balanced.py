@@ -2,7 +2,7 @@
 
 from functools import cache, partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import haliax as hax
@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from levanter.models.lm_model import LmConfig
 from levanter.trainer_state import trainables_only
 
-from helpers.toy_model import Toy
+from helpers.toy_model import Toy, cache_sizes
 from levanter_diloco.axes import FRAGMENT, Params
 from levanter_diloco.commands.compile.hlo import Program, collectives
 from levanter_diloco.errors import ModelError, OptionError
@@ -161,7 +161,7 @@ def test_traced_index_needs_one_program():
         assert same(take(FIVE, np.int32(index)), fragment)
         values = jax.tree.map(lambda x: x + 10, fragment)
         assert same(put(FIVE, np.int32(index), values), partition.put(FIVE, ROWS, index, values))
-    assert take._cache_size() == put._cache_size() == 1
+    assert cache_sizes(take, put) == [1, 1]
 
 
 def test_first_row_is_right_where_the_product_exceeds_32_bits():
@@ -182,10 +182,11 @@ def test_momentum_of_zero_rows_stays_zero():
     partition, optimizer = BalancedPartition(2, {"embed": 2}), optax.adam(0.1)
     moments = hax.vmap(optimizer.init, Axis(FRAGMENT, 2))(partition.stacked(params, ROWS))
     fragment = partition.take(params, ROWS, 0)
-    updates, mine = optimizer.update(fragment, take_fragment(moments, 0), fragment)
+    # Any: named arrays, of which optax knows nothing
+    updates, mine = cast(Any, optimizer.update(fragment, take_fragment(moments, 0), fragment))
     assert updates["head"].axes == fragment["head"].axes
     assert updates["head"][ROW, 2].array.tolist() == [0, 0]
-    stepped = put_fragment(moments, 0, mine)
+    stepped: Any = put_fragment(moments, 0, mine)
     assert stepped[0].count.tolist() == [1, 0]
     assert stepped[0].mu["head"][FRAGMENT, 0, ROW, 2].array.tolist() == [0, 0]
 
@@ -303,7 +304,7 @@ def test_cutting_sharded_leaves_moves_nothing(leading: tuple):
     assert same(jax.tree.map(np.asarray, fragment), partition.take(jax.tree.map(np.asarray, params), ROWS, 1))
     programs = [take.lower(params, np.int32(1)), put.lower(params, np.int32(1), placed)]
     programs.append(jax.jit(partial(partition.stacked, part=ROWS)).lower(params))
-    assert [collectives(Program.of(program.compile().as_text())) for program in programs] == [[], [], []]
+    assert [collectives(Program.of(program.compile().as_text() or "")) for program in programs] == [[], [], []]
     assert same(put(jax.tree.map(jnp.copy, params), np.int32(1), placed), params)
 
 
@@ -319,8 +320,8 @@ def test_fragment_is_updated_in_place(count: int):
         after = jax.tree.map(lambda x: 0.5 * x, before)
         return partition.put(params, ROWS, index, after), jax.tree.map(lambda new, old: new - old, after, before)
 
-    temporary = step.lower(params, np.int32(0)).compile().memory_analysis().temp_size_in_bytes
-    assert temporary < params["up"].array.nbytes / 4
+    memory: Any = step.lower(params, np.int32(0)).compile().memory_analysis()  # Any: each backend's own class
+    assert memory.temp_size_in_bytes < params["up"].array.nbytes / 4
 
 
 def test_describe_counts_the_leaves_of_a_fragment():

@@ -114,7 +114,7 @@ class Workplace:
         path.write_text(yaml.safe_dump(config, sort_keys=False))
         return path
 
-    def environment(self, devices: int = 4, **more: str) -> dict[str, str]:
+    def environment(self, more: Mapping[str, str] | None = None, *, devices: int = 4) -> dict[str, str]:
         return {
             "JAX_COMPILATION_CACHE_DIR": str(self.compiled),
             **os.environ,
@@ -122,14 +122,14 @@ class Workplace:
             "JAX_NUM_CPU_DEVICES": str(devices),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "HF_HUB_OFFLINE": "1",
-            **more,
+            **(more or {}),
         }
 
     def run(self, program: tuple[str, ...], config: Path, *flags: str, **environment: str) -> "Finished":
         """Runs `program` on `config` to its end."""
         done = subprocess.run(
             [*program, "--config_path", str(config), *flags],
-            env=self.environment(**environment),
+            env=self.environment(environment),
             cwd=config.parent,
             capture_output=True,
             text=True,
@@ -141,7 +141,7 @@ class Workplace:
         """Runs the command on one YAML after the other in one process; each must succeed."""
         done = subprocess.run(
             [sys.executable, "-c", ONE_PROCESS, json.dumps([str(config) for config in configs])],
-            env=self.environment(devices),
+            env=self.environment(devices=devices),
             cwd=self.root,
             capture_output=True,
             text=True,
@@ -154,7 +154,7 @@ class Workplace:
         with (config.parent / log).open("a") as stderr:
             return subprocess.Popen(
                 [*program, "--config_path", str(config)],
-                env=self.environment(**environment),
+                env=self.environment(environment),
                 cwd=config.parent,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,

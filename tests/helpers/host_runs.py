@@ -61,8 +61,9 @@ def stock_config(tmp_path: Any, sizes: Mapping[str, int] | None = None, **option
         "require_accelerator": False,
         "num_train_steps": 14,
         "load_checkpoint": False,
+        "sizes": sizes or {},
     }
-    return StockConfig(**{**defaults, "sizes": sizes or {}, **options})
+    return StockConfig(**(defaults | options))
 
 
 def stock_runs(

@@ -21,7 +21,6 @@ from haliax.nn import ScanCheckpointPolicy, Stacked
 from levanter.callbacks.watch import WatchConfig
 from levanter.checkpoint import CheckpointerConfig
 from levanter.tracker.tracker import DictTracker, NoopConfig
-from levanter.trainer import TrainerConfig
 from levanter.utils.mesh import MeshConfig
 
 from levanter_diloco.options.config import DiLoCoConfig
@@ -50,7 +49,7 @@ class Toy(eqx.Module):
         return {"embed": np.asarray(self.embed.array), "layers": np.asarray(self.layers.stacked.weight.array)}
 
 
-def toy_loss(model: Toy, batch: dict[str, NamedArray], *, key: Any = None) -> NamedArray:
+def toy_loss(model: Any, batch: Any, *, key: Any = None) -> Any:  # Any: as the host's protocol of a loss
     """Mean over the rows of half the squared distance to each row's target."""
     embed = hax.sum(hax.square(model.embed - batch["embed"]), Embed)
     layers = hax.sum(hax.square(model.layers.stacked.weight - batch["layers"]), (Entry, Layer))
@@ -66,7 +65,7 @@ def toy_batch(embed: Any, layers: Any) -> dict[str, NamedArray]:
     }
 
 
-def trainer_config(tmp_path: Any, diloco: dict | None, **options: Any) -> TrainerConfig:
+def trainer_config(tmp_path: Any, diloco: dict | None, **options: Any) -> DiLoCoTrainerConfig:
     """Options of a quiet run on CPU; islands lie on the ICI side, the rest of the devices is `data`."""
     defaults: dict[str, Any] = {
         "id": "toy",
@@ -81,8 +80,8 @@ def trainer_config(tmp_path: Any, diloco: dict | None, **options: Any) -> Traine
         "mesh": MeshConfig(axes={"data": -1}),
         "checkpointer": CheckpointerConfig(base_path=str(tmp_path / "checkpoints"), save_interval=None, keep=None),
     }
-    block = DiLoCoConfig(enabled=False) if diloco is None else DiLoCoConfig(**diloco)
-    return DiLoCoTrainerConfig(**{**defaults, "diloco": block, **options})
+    defaults["diloco"] = DiLoCoConfig(enabled=False) if diloco is None else DiLoCoConfig(**diloco)
+    return DiLoCoTrainerConfig(**(defaults | options))
 
 
 class Recorder(DictTracker):
@@ -105,10 +104,29 @@ class Recorder(DictTracker):
 def entered(
     config: DiLoCoTrainerConfig, optimizer: optax.GradientTransformation, loss: Any
 ) -> Iterator[DiLoCoTrainer]:
-    """A `DiLoCoTrainer` inside its mesh, with a `Recorder` as its tracker: `trainer.tracker.loggers[0]`."""
+    """A `DiLoCoTrainer` inside its mesh, with a `Recorder` as its tracker: `recorder_of(trainer)`."""
     config._validate_and_set_defaults()
     with levanter.tracker.current_tracker(Recorder()), DiLoCoTrainer(config, optimizer, loss) as trainer:
         yield trainer
+
+
+def recorder_of(trainer: DiLoCoTrainer) -> Recorder:
+    """What has been logged by a trainer that is `entered`."""
+    [recorder] = trainer.tracker.loggers
+    assert isinstance(recorder, Recorder)
+    return recorder
+
+
+def save_now(trainer: DiLoCoTrainer, state: Any, step: int) -> None:
+    """Saves `state` as the trainer's checkpointer does at `step`, and waits for it."""
+    assert trainer._checkpointer is not None
+    trainer._checkpointer.on_step(tree=state.saveable_state, step=step, force=True)
+    trainer._checkpointer.wait_until_finished()
+
+
+def cache_sizes(*compiled: Any) -> list[int]:  # Any: jitted functions, whose type hides it
+    """How many programs each jitted function has compiled."""
+    return [function._cache_size() for function in compiled]
 
 
 def numbers(tree: Any) -> Any:
@@ -149,5 +167,5 @@ def run(
         start = int(state.step)
         trainer.train(state, list(batches)[start:])
         for i, step in enumerate(steps):
-            step.metrics = trainer.tracker.loggers[0].steps.get(start + i, {})
+            step.metrics = recorder_of(trainer).steps.get(start + i, {})
     return steps[:-1]  # the host runs all hooks once more at the end

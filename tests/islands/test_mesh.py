@@ -1,5 +1,5 @@
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,10 @@ from levanter_diloco.options.config import DiLoCoConfig
 def resolve(
     num_devices: int = 8, num_slices: int = 1, axes: dict | None = None, dcn_axes: dict | None = None, **options: Any
 ) -> IslandCounts:
-    given = {} if dcn_axes is None else {"dcn_axes": dcn_axes}
-    return resolve_islands(DiLoCoConfig(**options), MeshConfig(axes=axes or {}, **given), num_devices, num_slices)
+    mesh = MeshConfig(axes=axes or {})
+    if dcn_axes is not None:
+        mesh = replace(mesh, dcn_axes=dcn_axes)
+    return resolve_islands(DiLoCoConfig(**options), mesh, num_devices, num_slices)
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def test_islands_that_leave_too_few_devices_for_the_mesh_are_refused_by_name():
 def test_island_axis_of_the_mesh_obeys_the_rule_of_the_option(kind: str, count: int):
     # MaxText's ici = -1 becomes K = -1; here every size below 1 that is not -1 is refused, wherever it is written.
     with pytest.raises(ValueError, match=rf"^trainer\..*\({count}\) must be at least 1"):
-        resolve(**{kind: {"diloco": count}})
+        resolve(axes={"diloco": count}) if kind == "axes" else resolve(dcn_axes={"diloco": count})
 
 
 @given(

@@ -133,6 +133,7 @@ def between(name: str, wire: str) -> tuple[list[tuple[str, int]], int]:
         return placement.whole(all_reduce.mean(gradients, alike(gradients), jax.random.key(0)).mean)
 
     text = jax.jit(sync).lower(gradients).compile().as_text()
+    assert text
     found = [(one.kind, one.nbytes) for one in collectives(Program.of(text)) if one.crosses(4)]
     return found, all_reduce.payload_bytes(gradients)
 

@@ -81,7 +81,7 @@ def config(quickstart: Workplace, name: str) -> Path:
 
 
 def environment(quickstart: Workplace) -> dict[str, str]:
-    return quickstart.environment(PYTHONPATH=f"{quickstart.root}:{ROOT}")
+    return quickstart.environment({"PYTHONPATH": f"{quickstart.root}:{ROOT}"})
 
 
 @contextlib.contextmanager

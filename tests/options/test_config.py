@@ -56,7 +56,7 @@ def positions(optimizer: optax.GradientTransformation, start: float, gradients: 
     for gradient in gradients:
         updates, state = optimizer.update(jnp.float32(gradient), state, theta)
         theta = optax.apply_updates(theta, updates)
-        found.append(float(theta))
+        found.append(float(jnp.asarray(theta)))
     return found
 
 
@@ -257,7 +257,7 @@ def test_outer_rule_broken_names_option_value_rule_and_a_value_that_works(config
 )
 def test_adam_refuses_moments_that_diverge(option: str, value: float):
     with pytest.raises(ValueError, match=rf"trainer\.diloco\.outer\.{option} \({value}\) must "):
-        AdamConfig(**{option: value})
+        AdamConfig(**dict[str, Any]({option: value}))
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,9 @@ def test_image_is_the_working_tree_without_what_git_ignores(launcher: Launcher):
     assert launcher("xpk", settings=CLUSTER).returncode == 0
     with tarfile.open(launcher.folder / "context.tar") as context:
         names = context.getnames()
-        dockerfile = context.extractfile("Dockerfile.launch").read().decode()
+        file = context.extractfile("Dockerfile.launch")
+        assert file is not None
+        dockerfile = file.read().decode()
     assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", CLUSTER["config"]} <= set(names)
     assert {"levanter_diloco/__init__.py", "scripts/launch_tpu.py"} <= set(names)
     assert not [name for name in names if name.startswith((".venv", ".quickstart", ".git/")) or "__pycache__" in name]

@@ -38,8 +38,8 @@ def documents(path: Path) -> list[str]:
 
 
 def test_unigram_perplexity_matches_hand_computation():
-    # Counts a 1, b 2 and one added to each of three entries: probabilities 2/6, 3/6, 1/6.
-    perplexity = unigram_perplexity(Counter("abb"), Counter("ac"), vocab_size=3)
+    # Counts 1 of token 0, 2 of token 1, and one added to each of three entries: probabilities 2/6, 3/6, 1/6.
+    perplexity = unigram_perplexity(Counter([0, 1, 1]), Counter([0, 2]), vocab_size=3)
     assert perplexity == pytest.approx(math.sqrt(3 * 6))
 
 

@@ -66,7 +66,8 @@ def trained(
     """
     batches = [[text_batch(2 * step + k, 4) for k in range(2)] for step in range(2)]
     # The router's losses are those of a microbatch: two rows on either side.
-    single = stock_config(tmp_path, train_batch_size=4, **({"per_device_parallelism": 2} if options else {}))
+    microbatch: dict[str, Any] = {"per_device_parallelism": 2} if options else {}
+    single = stock_config(tmp_path, train_batch_size=4, **microbatch)
     streams = [[step[k] for step in batches] for k in range(2)]
     stock = stock_runs(single, optax.sgd(1.0), model(config), streams, loss)
     ours = config_of(
@@ -81,7 +82,7 @@ def trained(
 
 
 TOKENS = {"token": ["replica", "data"], "token_repeat": ["replica", "data"]}
-CASES = {
+CASES: dict[str, tuple[Any, dict, dict[str, Any]]] = {
     "fsdp": (QWEN3, {"data": 4}, {}),
     "two_data_axes": (QWEN3, {"data": 2}, {}),
     "tensor": (QWEN3, {"model": 4}, {}),

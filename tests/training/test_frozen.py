@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +15,8 @@ pytestmark = pytest.mark.usefixtures("compile_cache")
 
 
 def test_frozen_leaves_are_unchanged_and_exist_once(tmp_path: Path) -> None:
-    frozen = Toy(embed=False, layers=True)
+    mask: Any = {"embed": False, "layers": True}  # Any: a mask has the structure of a model
+    frozen = Toy(**mask)
     config = config_of(tmp_path, {"sync_period": 2, "ici_islands": 2}, mesh=mesh(), num_train_steps=4)
     steps = run(config, SGD, toy(), [rows(step, 8) for step in range(4)], is_trainable=frozen)
     for step in steps:
@@ -31,7 +33,8 @@ def test_frozen_leaves_are_unchanged_and_exist_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_frozen_layers_do_not_move(overlap: int, tmp_path: Path) -> None:
     layers = toy().layers
-    frozen = Toy(embed=True, layers=replace(layers, stacked=False))
+    mask: Any = {"embed": True, "layers": replace(layers, stacked=False)}
+    frozen = Toy(**mask)
     block = {"sync_period": 2, "overlap_steps": overlap, "ici_islands": 2}
     config = config_of(tmp_path, block, mesh=mesh(), num_train_steps=4)
     steps = run(config, SGD, toy(), [rows(step, 8) for step in range(4)], is_trainable=frozen)

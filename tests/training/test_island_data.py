@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,13 @@ import jax.numpy as jnp
 import pytest
 from haliax import Axis
 from levanter.data.dataset import AsyncDataset, ListAsyncDataset
-from levanter.data.text.datasets import BlockShuffleConfig, ContextPhaseConfig, DirectDatasetComponent, LmDataConfig
+from levanter.data.text.datasets import (
+    BlockShuffleConfig,
+    ContextPhaseConfig,
+    DatasetComponentBase,
+    DirectDatasetComponent,
+    LmDataConfig,
+)
 from levanter.data.text.examples import GrugLmExample
 from levanter.schedule import BatchSchedule, ScheduleStep
 from tokenizers import Tokenizer
@@ -47,12 +53,17 @@ class Numbered(AsyncDataset[GrugLmExample]):
 
 def text(sizes: Mapping[str, int] = SIZES, **options: Any) -> LmDataConfig:
     """Components of the given sizes; ids of the first start at 0, of the second at 100, and so on."""
-    components = {
+    components: dict[str, DatasetComponentBase] = {
         name: DirectDatasetComponent({"train": Numbered(100 * i, size)})
         for i, (name, size) in enumerate(sizes.items())
     }
-    defaults = {"tokenizer": "passthrough", "vocab_size": 1000, "mixture_block_size": 8, "shuffle": True}
-    return LmDataConfig(components=components, **{**defaults, **options})
+    defaults: dict[str, Any] = {
+        "tokenizer": "passthrough",
+        "vocab_size": 1000,
+        "mixture_block_size": 8,
+        "shuffle": True,
+    }
+    return LmDataConfig(components=components, **(defaults | options))
 
 
 @dataclasses.dataclass
@@ -93,7 +104,7 @@ def of_component(read: Sequence[int], component: int) -> Counter[int]:
     return Counter(i for i in read if i // 100 == component)
 
 
-def assert_parts(parts: Sequence[Sequence[int]], whole: set[int]) -> None:
+def assert_parts(parts: Sequence[Collection[int]], whole: set[int]) -> None:
     """`parts` have nothing in common and make up `whole`."""
     assert set().union(*parts) == whole
     assert sum(len(set(part)) for part in parts) == len(whole)
@@ -136,7 +147,9 @@ def test_pieces_are_dealt_in_proportion_by_hand():
 
 def test_islands_take_sequences_in_turn_by_hand():
     # Of a set without an end, too; in order, because it is not shuffled.
-    components = {"web": DirectDatasetComponent({"train": Numbered(0, 16, finite=False)})}
+    components: dict[str, DatasetComponentBase] = {
+        "web": DirectDatasetComponent({"train": Numbered(0, 16, finite=False)})
+    }
     data = LmDataConfig(tokenizer="passthrough", vocab_size=99, shuffle=False, components=components)
     reading = Reading(data, {"island_data": "sharded"})
     assert [reading.step(step) for step in range(2)] == [

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from levanter.tracker import Tracker
 
 from helpers.toy_model import Recorder
 from levanter_diloco.islands.byte_count import words_of
@@ -28,10 +27,10 @@ from levanter_diloco.training.metrics import (
     metrics_of,
     owned_islands,
 )
-from levanter_diloco.training.trackers import IslandTracker
+from levanter_diloco.training.trackers import Board, IslandTracker
 
 
-class SharedBoard:
+class SharedBoard(Board):
     """The key-value store of a run, in memory; each process posts its own islands."""
 
     def __init__(self) -> None:
@@ -310,7 +309,7 @@ def test_tracker_gives_no_cosine_while_an_island_is_missing():
 
 def test_tracker_remembers_the_last_evaluation_loss():
     for board in (None, SharedBoard()):
-        tracker: Tracker = IslandTracker([OrderedRecorder()], board)
+        tracker = IslandTracker([OrderedRecorder()], board)
         assert tracker.eval_loss is None
         tracker.log({"eval/loss": 2.0}, step=3)
         tracker.log({"train/loss": 9.0}, step=4)

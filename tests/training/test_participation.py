@@ -13,7 +13,7 @@ from levanter.optim.config import AdamConfig
 from levanter.schedule import ScheduleStep
 from levanter.utils.mesh import MeshConfig
 
-from helpers.toy_model import Step, Toy, entered, run, toy_batch, toy_loss, trainer_config
+from helpers.toy_model import Step, Toy, entered, recorder_of, run, toy_batch, toy_loss, trainer_config
 from levanter_diloco.algorithm.participation import Participation
 from levanter_diloco.algorithm.schedule import Schedule
 from levanter_diloco.errors import OptionError, RunError
@@ -357,7 +357,7 @@ def test_final_sync_where_the_data_ends_is_reported_and_heals_islands(tmp_path: 
         with entered(config, SGD, toy_loss) as trainer:
             state = trainer.initial_state(jax.random.PRNGKey(0), model=toy())
             state = trainer.train(state, batches(4, 5, {(5, 3): np.nan})).state
-            metrics = trainer.tracker.loggers[0].steps[4]
+            metrics = recorder_of(trainer).steps[4]
         ends.append({name: value for name, value in metrics.items() if name.startswith(("diloco/", "train/loss"))})
         assert metrics["diloco/left_out/fragment_0"] == 1
         assert metrics["diloco/bytes_per_island"] == count_of(state.sent_bytes)

@@ -137,6 +137,7 @@ def stock_checkpoint(path: Path, inner: Any, steps: int) -> Any:
     config._validate_and_set_defaults()
     with (
         levanter.tracker.current_tracker(Recorder()),
+        # pyrefly: ignore[bad-argument-type]  the host's protocol of a loss names no arguments
         Trainer(config, inner, toy_loss, add_default_hooks=False) as trainer,
     ):
         state = trainer.initial_state(jax.random.PRNGKey(3), model=toy())
@@ -187,6 +188,7 @@ def test_model_of_the_checkpoint_starts_a_stock_run(tmp_path: Path) -> None:
     config._validate_and_set_defaults()
     with (
         levanter.tracker.current_tracker(Recorder()),
+        # pyrefly: ignore[bad-argument-type]  the host's protocol of a loss names no arguments
         Trainer(config, SGD, toy_loss, add_default_hooks=False) as trainer,
     ):
         shapes = eqx.filter_eval_shape(lambda: toy(99))

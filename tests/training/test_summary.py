@@ -10,7 +10,7 @@ import pytest
 from levanter.checkpoint import CheckpointerConfig
 from levanter.utils.mesh import MeshConfig
 
-from helpers.toy_model import Toy, entered, toy_loss, trainer_config
+from helpers.toy_model import Toy, entered, recorder_of, toy_loss, trainer_config
 from levanter_diloco.training.summary import Traffic, cadence_warnings, farewell
 
 
@@ -19,7 +19,7 @@ def summary_of(tmp_path: Path, diloco: dict[str, Any], axes: dict[str, int]) -> 
     config = trainer_config(tmp_path, diloco, mesh=MeshConfig(axes=axes))
     with entered(config, optax.adam(0.1), toy_loss) as trainer:
         trainer.initial_state(jax.random.PRNGKey(0), model=Toy.of(np.ones(3), np.ones((2, 4))))
-        return trainer.tracker.loggers[0].summary, trainer.traffic
+        return recorder_of(trainer).summary, trainer.traffic
 
 
 def warnings_of(tmp_path: Path, diloco: dict[str, Any], **options: Any) -> list[str]:

@@ -96,5 +96,5 @@ def test_learning_rate_is_the_stock_function_of_the_step(tmp_path: Path) -> None
     assert len(set(rates)) > 10
     for step, rate in zip(ours, rates, strict=True):
         np.testing.assert_array_equal(
-            step.state.islands.opt_state.hyperparams["learning_rate"], np.float32([rate] * 2)
+            step.state.islands.opt_state.hyperparams["learning_rate"], np.array([rate] * 2, np.float32)
         )

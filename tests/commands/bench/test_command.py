@@ -131,7 +131,7 @@ def run_bench(workplace: Workplace, *args: str) -> subprocess.CompletedProcess[s
             config,
             *args,
         ],
-        env=workplace.environment(devices=1, TMPDIR=str(config.parent)),
+        env=workplace.environment({"TMPDIR": str(config.parent)}, devices=1),
         cwd=config.parent,
         capture_output=True,
         text=True,
