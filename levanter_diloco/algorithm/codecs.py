@@ -42,6 +42,7 @@ class Bf16(WireFormat):
         if not self.stochastic:
             return (blocks.astype(jnp.bfloat16),)
         bits = jax.lax.bitcast_convert_type(blocks, jnp.uint32)
+        # 16 random bits below the ones that stay: a carry happens with the probability of the remainder.
         lower = jax.random.bits(key, blocks.shape, jnp.uint16).astype(jnp.uint32)
         rounded = jax.lax.bitcast_convert_type(((bits + lower) >> 16).astype(jnp.uint16), jnp.bfloat16)
         return (jnp.where(jnp.isfinite(blocks), rounded, blocks.astype(jnp.bfloat16)),)
@@ -138,6 +139,7 @@ class E3m0(Nibbles):
     def codes(self, scaled: Blocks, noise: Blocks | float) -> Float[Array, "n block"]:
         magnitudes = jnp.abs(scaled)
         lower = sum((magnitudes >= 2.0**power for power in range(-6, 1)), start=jnp.zeros_like(magnitudes))
+        # Codes are not equidistant: the remainder is measured between the two values next to it.
         below, above = self.values(lower), self.values(jnp.minimum(lower + 1, 7))
         return jnp.sign(scaled) * (lower + (magnitudes - below > noise * (above - below)))
 

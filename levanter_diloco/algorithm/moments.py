@@ -24,6 +24,7 @@ def fresh_moments(initial: PyTree, current: PyTree) -> PyTree:
     """
 
     def fresh(new: PyTree, old: PyTree) -> PyTree:
+        # Its hyperparameters are those of the present step; what it wraps has moments.
         if isinstance(old, INJECTED):
             return old._replace(inner_state=new.inner_state)
         return old if isinstance(old, COUNTERS) else new

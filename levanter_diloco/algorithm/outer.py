@@ -33,6 +33,7 @@ def island_gradients(outer: Params, islands: Params) -> Params:
     def displacement(outer: NamedArray, islands: NamedArray) -> NamedArray:
         if islands.axis_names[:1] != (ISLAND,):
             raise ValueError(f"island parameters must lead with the axis {ISLAND!r}, found {islands.axis_names}.")
+        # In f32: of two bf16 numbers that are near the difference would keep a few bits.
         return outer.broadcast_axis(islands.resolve_axis(ISLAND)) - islands.astype(jnp.float32)
 
     return jax.tree.map(displacement, outer, islands, is_leaf=is_named_array)
@@ -68,6 +69,7 @@ def outer_step(
     Returns:
         The new Theta and the new state.
     """
+    # Nesterov: `m <- beta*m + Delta; Theta <- Theta - eta*(Delta + beta*m)` [DiLoCo].
     updates, opt_state = optimizer.update(gradient, opt_state, outer)
     return optax.apply_updates(outer, updates), opt_state
 
@@ -90,6 +92,7 @@ def merge(outer: Params, islands: Params, mixing_alpha: float, present: NamedArr
 
     def merged(outer: NamedArray, island: NamedArray) -> NamedArray:
         target = outer.broadcast_axis(island.resolve_axis(ISLAND))
+        # alpha = 0 takes no arithmetic: `0*theta_k` would be NaN for an island that is not finite.
         if mixing_alpha != 0:
             target = mixing_alpha * island.astype(jnp.float32) + (1 - mixing_alpha) * target
         target = target.astype(island.dtype)

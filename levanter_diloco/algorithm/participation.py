@@ -49,6 +49,7 @@ class Participation:
             since: Steps that earlier syncs of all fragments have seen.
         """
         weights = np.zeros(self.num_islands, np.float32)
+        # Those that took step t, which began after t - 1 completed ones.
         weights[: self.active(step - 1)] = 1
         if self.shares:
             weights *= np.asarray(self.shares, np.float32) / np.float32(max(self.shares))

@@ -50,6 +50,7 @@ class Schedule:
             step: Inner steps completed, t.
             since: Captures up to and including this step have been settled by a final sync.
         """
+        # t % (P*dh) // dh: with P = 4 in the order 1 2 3 0, as in the tutorial that MaxText has.
         if step <= since or step % self.steps_per_sync != 0:
             return None
         return step % self.effective_period // self.steps_per_sync
@@ -65,6 +66,7 @@ class Schedule:
 
     def crossing(self, step: int, since: int = 0) -> Crossing | None:
         """What crosses in inner step `step`: at its end with V = 0, behind it and from one step later with V >= 1."""
+        # V = 0 crosses in the capturing step itself.
         first = min(self.overlap_steps, 1)
         for piece in range(self.num_pieces):
             fragment = self.captured(step - first - piece, since)
@@ -102,6 +104,7 @@ class Schedule:
 
         A merge with `mixing_alpha` 0 overwrites what an island did since the capture; any other keeps a share.
         """
+        # With alpha = 0 what an island did between capture and merge is overwritten: nothing that a sync could save.
         lag = self.overlap_steps if mixing_alpha == 0 else 0
 
         def last_settled(fragment: int) -> int:

@@ -66,6 +66,7 @@ def check(path: str) -> dict[str, int] | None:
             sums = _sums(path, [arrays[name] for name in names])
     except (OSError, ValueError) as error:
         fault = _reason(error)
+    # All come to the same verdict: a process that went on alone would hang in the next collective.
     if jax.process_count() > 1:
         faults = process_allgather(np.asarray(fault is not None))
         if fault is None and faults.any():
@@ -135,6 +136,7 @@ def _sums(path: str, arrays: Sequence[CheckpointArray]) -> UInt32[np.ndarray, " 
         return column, sum_on_host(values, [own.start for own in index], store.shape)
 
     sums = np.zeros(len(arrays), np.uint32)
+    # Dealt in turn, so that every process reads about as much, whatever the arrays' sizes.
     own = chunks[jax.process_index() :: jax.process_count()]
     with ThreadPoolExecutor(4) as pool:
         for column, value in pool.map(sum_of, own):

@@ -131,6 +131,7 @@ class StateLoader:
         before, after = stored.layout, self.layout
         if is_old(path):
             loaded = upgraded(loaded, before.facts, stored._sent_by_count(loaded, path))
+        # What does not shape the state, such as the wire, may change without a word.
         if before.facts == after.facts:
             return self._place(lambda state: state, loaded)
         if before.partition != after.partition:

@@ -52,6 +52,7 @@ def carry_over(
     opt_state, outer_steps = old.opt_state, old.outer_steps
     if before.partition != after.partition:
         opt_state = _recut(old, new, before.partition, after.partition, sync.optimizer)
+        # Fragments of the new cut hold elements of several old ones, whose counts differ by one at most.
         outer_steps = jnp.full_like(new.outer_steps, jnp.max(outer_steps))
     islands, residual, now_active = old.islands, new.residual, old.active
     if before.num_islands != after.num_islands:
@@ -134,6 +135,7 @@ def _recut(
         def put(index: Int[Array, ""], whole: PyTree, part: str = part) -> PyTree:
             return before.put(whole, part, index, _named(take_fragment(old.opt_state[part], index)))
 
+        # A loop on the device: one program whatever the number of fragments.
         whole = jax.lax.fori_loop(0, count, put, whole)
     each = [_unnamed(old.opt_state[part]) for part in before.parts]
     latest = jnp.argmax(old.outer_steps)

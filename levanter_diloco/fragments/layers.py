@@ -57,6 +57,7 @@ class LayerPartition(Partition):
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_named_array)
 
         def put_leaf(x: NamedArray, axis: Axis | None, value: NamedArray | None) -> NamedArray:
+            # In host memory a leaf stays there: `beside` puts the new one where the old one lies.
             if value is None or axis is None:
                 return x if value is None else beside(value, x)
             layers = put_fragment(self._unflatten(x, axis), index, value)
@@ -120,4 +121,5 @@ class LayerPartition(Partition):
     def _axes(self, layer_axis: Axis) -> tuple[Axis, Axis]:
         row = Axis(ROW, layer_axis.size // (self.num_fragments - 1))
         fragment = Axis(FRAGMENT, self.num_fragments - 1)
+        # Interleaved: layer = row*(P-1) + fragment, so fragment f has every (P-1)-th layer [Streaming].
         return (row, fragment) if self.layer_order == "interleaved" else (fragment, row)

@@ -90,6 +90,7 @@ class AllReduce:
                 that is left out.
         """
         leaves, treedef = jax.tree.flatten(gradients, is_leaf=is_named_array)
+        # By shapes alone: every device comes to the same buckets without asking another.
         buckets = self._buckets(leaves)
 
         def on_device(
@@ -130,6 +131,7 @@ class AllReduce:
         """
         leaves = jax.tree.leaves(gradients, is_leaf=is_named_array)
         num_islands, devices = leaves[0].axes[0].size, self.mesh.size // self.mesh.shape[ISLAND]
+        # Replicated leaves count once: a bucket cuts them among their copies.
         if self.wire.lossless:
             return sum(leaf.size // num_islands for leaf in leaves) * 4
         sent = 0

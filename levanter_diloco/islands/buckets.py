@@ -58,6 +58,7 @@ class Bucket:
     def take(self, shards: Sequence[Array], piece: IntScalar) -> Float[Array, "islands shares length"]:
         """Returns what this device sends of one piece."""
         flat = self._flat(shards)
+        # Of a replicated leaf each copy sends another part.
         mine = flat[:, :, jax.lax.axis_index(self.copies)] if self.copies else flat[:, :, 0]
         return jax.lax.dynamic_slice_in_dim(mine, piece * self.length, self.length, axis=2)
 
@@ -65,6 +66,7 @@ class Bucket:
         self, shards: Sequence[Array], piece: IntScalar, values: Float[Array, "islands shares length"]
     ) -> list[Array]:
         """Returns the shards with one piece replaced by `values`, of which every device has what it would send."""
+        # Inside the island again: what its copies have sent apart comes together.
         whole = jax.lax.all_gather(values, self.copies, axis=2) if self.copies else values[:, :, None]
         if self.num_pieces > 1:
             start = (0, 0, 0, piece * self.length)
@@ -112,6 +114,7 @@ def buckets_of(
     copies = [_copied_over(spec, mesh) for spec in specs]
     split = [share_axis(axes, mesh, mapping) if sharded else None for axes in leaves]
     kinds = [(axes, along is not None) for axes, along in zip(copies, split, strict=True)]
+    # A large leaf by itself: joining it would copy it.
     alone = [i for i, axes in enumerate(copies) if not axes and prod(shapes[i]) >= SMALL]
     joined = [i for i in range(len(leaves)) if i not in alone]
     groups = [tuple(i for i in joined if kinds[i] == kind) for kind in sorted({kinds[i] for i in joined})]

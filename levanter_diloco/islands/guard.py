@@ -82,6 +82,7 @@ class Guard(NamedTuple):
         """
         if self.factor is None:
             return attendance
+        # Of those in the mean alone: one that is left out or absent would shift the median.
         norms, there = norm(gradients, island_axis(gradients)), attendance.weights > 0
         limit = self.factor * jnp.nanmedian(jnp.where(there, norms, jnp.nan))
         return attendance.without(there & (norms > limit))

@@ -47,6 +47,7 @@ def inner_step(
         hooks: Whether to run the jit hooks.
     """
     Batch = str(trainer.config.batch_axis_name)  # the options are refused where it is None
+    # Frozen leaves lie on every island alike and enter whole; they have no copy for each island.
     arrays, static = eqx.partition(frozen_only(state.model, state.is_trainable), eqx.is_array)
 
     def island_step(island: Islands, model: PyTree, step: IntScalar, batch: PyTree) -> tuple[Islands, InnerReport]:
@@ -59,6 +60,7 @@ def inner_step(
         return island, report
 
     def slot_step(islands: Islands, model: PyTree, step: IntScalar, batch: PyTree) -> tuple[Islands, InnerReport]:
+        # Inside the manual axis a slot sees its own rows only.
         rows = _rows(batch, Batch, islands_per_slot)
         return _each(lambda island, rows: island_step(island, model, step, rows), islands_per_slot)(islands, rows)
 
@@ -88,6 +90,7 @@ def _each(fn: Callable[..., PyTree], count: int) -> Callable[..., PyTree]:
         if count == 1:
             out = jax.tree.map(lambda x: x[None], call(jax.tree.map(lambda x: x[0], args)))
         else:
+            # One after another, not vmapped: as fast on CPU where it was measured, and one island's activations at a time.
             out = jax.lax.map(call, args)
         return jax.tree.map(with_island, out, is_leaf=is_named_array)
 

@@ -79,6 +79,7 @@ class InFlight(NamedTuple):
 
     @classmethod
     def of(cls, schedule: Schedule, step: int, since: int) -> "InFlight":
+        # One fragment crosses at a time, so one at most is left to cross.
         left = schedule.to_cross(step, since)
         crossing = [left[0].fragment] if left else []
         merging = [fragment for _, fragment in schedule.unmerged(step, since) if fragment not in crossing]

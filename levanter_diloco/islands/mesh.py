@@ -89,6 +89,7 @@ def island_mesh(mesh: MeshConfig, islands: IslandCounts, num_devices: int, num_s
     host_mesh = create_mesh_from_axis_specs(
         ici_axes={ISLAND: ici.pop(ISLAND), **ici}, dcn_axes={DCN_ISLAND: dcn.pop(DCN_ISLAND), **dcn}
     )
+    # The host puts the axes of a slice behind those across slices; `diloco` has to come first of all.
     names = [name for name in host_mesh.axis_names if name not in (ISLAND, DCN_ISLAND)]
     order = [host_mesh.axis_names.index(name) for name in (DCN_ISLAND, ISLAND, *names)]
     devices = host_mesh.devices.transpose(order)

@@ -62,9 +62,11 @@ class Programs:
         self._trainer = trainer
         self._sync = sync
         self._islands_per_slot = islands_per_slot
+        # Programs take and return plain lists: a state holds functions and masks too, and jit would hash them each step.
         arrays, self._static = eqx.partition(state, _is_array)
         self._treedef = jax.tree.structure(arrays)
         mesh, self._mapping = sync.placement.mesh, sync.placement.mapping
+        # Given, or raw arrays would come out replicated: tiny gathers between islands in every step.
         self._state_shardings = sync.placement.shardings(arrays)
         everywhere, own = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((), (ISLAND,)))
         self._inner_shardings, self._sync_shardings = (
@@ -145,6 +147,7 @@ class Programs:
         """The step program and its arguments."""
         part, index = (None, np.int32(0)) if crossing is None else self._place(crossing.fragment)
         piece, last = (0, True) if crossing is None else crossing[1:]
+        # A batch has static parts too, such as the names of its axes.
         arrays, static = hashable_partition(batch, _is_array)
         program = self._step_program(part, last, hooks)
         weights = self._all_alike(state) if weights is None else weights

@@ -140,11 +140,13 @@ class DiLoCoState(TrainerState):
         diloco, partition, num_islands = layout.diloco, layout.partition, layout.num_islands
         Island = Axis(ISLAND, num_islands)
         params = trainables_only(host.model, host.is_trainable)
+        # f32 whatever the parameters are: a step of 1e-4 of a bf16 number would be rounded away.
         outer = jax.tree.map(lambda x: x.astype(jnp.float32), params, is_leaf=is_named_array)
         opt_state = {
             part: hax.vmap(optimizer.init, Axis(FRAGMENT, count))(partition.stacked(outer, part))
             for part, count in partition.parts.items()
         }
+        # All fragments of a part have one shape, so one buffer serves them in turn.
         fragments = {part: partition.take(outer, part, 0) for part in partition.parts}
         return cls(
             step=host.step,

@@ -56,7 +56,7 @@ class Sync:
 
     def displacement(self, state: DiLoCoState, place: Place) -> Params:
         """Returns `Delta_k` of one fragment, axes `{diloco, ...}`, f32, each on its own island."""
-        islands = self.partition.take(state.islands.params, *place)
+        islands = self.partition.take(state.islands.params, *place)  # {diloco, ...}
         return island_gradients(self.partition.take(state.theta, *place), islands)
 
     def payload_bytes(self, gradients: Params, *, at_once: bool = False) -> int:
@@ -128,10 +128,12 @@ class Sync:
         islands = void(state.islands, chosen)
         Island = island_axis(islands.params)
         theta = state.theta_of_islands
+        # Both branches are traced for themselves: `copied` is an option, fixed for a run.
         if copied:
             moments = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), islands.opt_state)
         else:
             moments = fresh_moments(broadcast(self.inner_optimizer.init(theta), Island), islands.opt_state)
+        # What the wire has lost of an island was lost on its way from parameters that it no longer has.
         residual = None if state.residual is None else jax.tree.map(jnp.zeros_like, state.residual)
 
         def pick[T: PyTree](new: T, old: T) -> T:
@@ -149,6 +151,7 @@ class Sync:
 
     def mark_settled(self, state: DiLoCoState) -> DiLoCoState:
         """Notes that no capture up to this step has an event left."""
+        # A copy: the state is donated, and one buffer cannot be given away twice.
         return dataclasses.replace(state, settled=jnp.copy(state.step).astype(jnp.int32))
 
     def _all_reduce(self, at_once: bool) -> AllReduce:
@@ -163,6 +166,7 @@ class Sync:
         piece: IntScalar | None = None,
     ) -> Reduced:
         """Reduces one piece of the gradients; without a piece all of it crosses at once."""
+        # The weights cross with the fragment, so that all islands divide by the same sum.
         message = self.guard.at_reduce(attendance, gradients).message
         # A key of its own for each exchange, the same again after a resume.
         key = jax.random.fold_in(jax.random.fold_in(state.training_key, state.step), self.partition.number(place))
@@ -181,7 +185,9 @@ class Sync:
         Also returns the new Theta of the fragment: read back from the state, it would cost a copy of the stack.
         """
         attendance = jax.tree.map(self.placement.everywhere, Attendance.of_message(reduced.weights))
+        # With nobody in the mean it is 0, and a step on it would still move Theta by its momentum.
         taken = (attendance.weights > 0).any()
+        # The anchor is Theta, never an island's blend of it: the islands' copies differ once alpha > 0.
         before = self.partition.take(state.theta, *place)
         moments = state.opt_state[place.part]
         current = self.placement.own(before), take_fragment(moments, place.index)
@@ -203,6 +209,7 @@ class Sync:
 
     def _merge(self, state: DiLoCoState, place: Place, outer: Params) -> DiLoCoState:
         params = state.islands.params
+        # An island whose outer gradient was lost is not reset: its progress is in its next one [DiLoCo, 3.2].
         present = hax.named(Attendance.at(state.islands, self.partition.number(place)).weights > 0, ISLAND)
         merged = merge(outer, self.partition.take(params, *place), self.mixing_alpha, present)
         islands = dataclasses.replace(state.islands, params=self.partition.put(params, *place, merged))

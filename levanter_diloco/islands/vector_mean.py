@@ -37,6 +37,7 @@ class VectorMean:
 
         Vectors have axes `islands shares length`; of several shares a slot gets its own.
         """
+        # Nothing is lost, so nothing is carried over to the next sync either.
         if self.wire.lossless:
             return [self._sum(_weighted(x, weights)) / _total(everyone) for x in sent], sent
         # Each device rounds at random in its own way, each vector in another.
@@ -45,6 +46,7 @@ class VectorMean:
         decoded = [self.wire.decode(one).reshape(*x.shape[:2], -1) for one, x in zip(encoded, sent, strict=True)]
         own = [x[..., : one.shape[2]] for x, one in zip(decoded, sent, strict=True)]
         means = list(own)
+        # Vectors in shares and whole ones take different collectives.
         for split in (False, True):
             group = [i for i, x in enumerate(sent) if (x.shape[1] > 1) == split]
             arrived = self._decoded_means([encoded[i] for i in group], everyone, split) if group else []
@@ -67,6 +69,7 @@ class VectorMean:
         return (slots - 1) * on_slot * self.wire.block_bytes > 4 * self.wire.block
 
     def _sum(self, x: Float[Array, "shares length"]) -> Float[Array, "1 length"]:
+        # Of several shares each slot needs the sum of its own alone: half of an all-reduce.
         if len(x) == 1:
             return jax.lax.psum(x, ISLAND)
         return jax.lax.psum_scatter(x, ISLAND, tiled=True)
@@ -81,12 +84,14 @@ class VectorMean:
 
         # Every vector in one message, so that the wire is paid for once, whatever the number of buckets.
         parts = jax.tree.map(chunked, encoded)
+        # Integers: CPU and GPU backends would widen bf16 and narrower floats before they send them.
         payload = jax.vmap(as_integers)(parts)
         if chunks == 1:
             payload = jax.lax.all_gather(payload, ISLAND, tiled=True)
         else:
             payload = jax.lax.all_to_all(payload, ISLAND, 0, 0, tiled=True)
         shapes = jax.tree.map(lambda x: ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
+        # Every slot decodes the same bytes and adds them up in the same order: the same bits everywhere.
         islands = jax.vmap(lambda row: [self.wire.decode(one) for one in from_integers(row, shapes)])(payload)
         means = [_weighted(x.reshape(len(everyone), -1), everyone) / _total(everyone) for x in islands]
         if chunks > 1 and not split:
@@ -99,6 +104,7 @@ class VectorMean:
         on_slot, shares, length = x.shape
         block = self.wire.block
         blocks = self.num_blocks(length, shares, self.mesh.shape[ISLAND], on_slot)
+        # Zeros never raise the largest magnitude of a block, which is its scale.
         padded = jnp.pad(x, ((0, 0), (0, 0), (0, blocks * block - length)))
         return self.wire.encode(padded.reshape(-1, block), key)
 

@@ -133,6 +133,7 @@ class DiLoCoTrainerConfig(TrainerConfig):
             # Any: the fields' own types
             options: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
             options["train_batch_size"] = self._island_batch_size()
+            # The host trainer of an island sees B/K rows: its microbatches and its accumulation follow from that.
             self.island_config = IslandTrainerConfig(**options)
             self.island_config.islands, self.island_config.device_mesh = self.islands, self.device_mesh
             self.island_config._validate_and_set_defaults()

@@ -48,6 +48,7 @@ class Rows:
         step = self.batches.find_step_containing_offset(index)
         rows = self._rows(step, step + 1)
         island, row = divmod(index - self.batches.global_data_offset_by_step(step), rows)
+        # The rows of an absent island repeat another's, whose step counts; its own comes to nothing.
         reader = island % self.participation.active(step)
         if self.shared:
             return 0, self.consumed(0, step) + reader * rows + row

@@ -158,6 +158,7 @@ def mean_cosine(norms: np.ndarray, mean_norm: float) -> float:
         norms: `|v_k|`, shape `[K]`.
         mean_norm: Norm of the mean of the vectors.
     """
+    # |K*mean|^2 less the squares: the sum over pairs j != k of v_j.v_k.
     dots = (len(norms) * mean_norm) ** 2 - np.sum(norms**2)
     products = np.sum(norms) ** 2 - np.sum(norms**2)
     return float(dots / products) if products > 0 else 0.0
@@ -168,6 +169,7 @@ def local_values(per_island: jax.Array) -> dict[int, float]:
     values: dict[int, float] = {}
     for shard in per_island.addressable_shards:
         first = shard.index[0].start or 0
+        # Copies of a shard lie on several devices of an island; one speaks for it.
         if first not in values:
             values |= {first + i: float(value) for i, value in enumerate(np.asarray(shard.data))}
     return values

@@ -33,6 +33,7 @@ class Board:
         """Leaves the records of this process's islands for a step, in place of those it has left before."""
         records = json.dumps({island: asdict(record) for island, record in islands.items()})
         self._client.key_value_set(f"{self._prefix}/{step}/{jax.process_index()}", records, allow_overwrite=True)
+        # The store keeps what is in it for the life of the job.
         if step >= self._horizon:
             self._client.key_value_delete(f"{self._prefix}/{step - self._horizon}/{jax.process_index()}")
 
