@@ -90,7 +90,8 @@ def _each(fn: Callable[..., PyTree], count: int) -> Callable[..., PyTree]:
         if count == 1:
             out = jax.tree.map(lambda x: x[None], call(jax.tree.map(lambda x: x[0], args)))
         else:
-            # One after another, not vmapped: as fast on CPU where it was measured, and one island's activations at a time.
+            # One after another, not vmapped: as fast on the CPUs where it was measured, and the activations of one
+            # island at a time.
             out = jax.lax.map(call, args)
         return jax.tree.map(with_island, out, is_leaf=is_named_array)
 

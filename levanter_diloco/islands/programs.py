@@ -62,7 +62,7 @@ class Programs:
         self._trainer = trainer
         self._sync = sync
         self._islands_per_slot = islands_per_slot
-        # Programs take and return plain lists: a state holds functions and masks too, and jit would hash them each step.
+        # Programs take and return plain lists: a state holds functions and masks too, which are no arguments of jit.
         arrays, self._static = eqx.partition(state, _is_array)
         self._treedef = jax.tree.structure(arrays)
         mesh, self._mapping = sync.placement.mesh, sync.placement.mapping
