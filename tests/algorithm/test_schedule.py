@@ -1,3 +1,5 @@
+"""The sync schedule, against MaxText's and by properties."""
+
 from itertools import pairwise
 
 import pytest

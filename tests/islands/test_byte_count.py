@@ -1,3 +1,5 @@
+"""Counts of bytes in two words."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

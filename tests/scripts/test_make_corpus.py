@@ -1,3 +1,5 @@
+"""The quickstart's corpus."""
+
 import json
 import math
 import os

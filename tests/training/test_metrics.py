@@ -1,6 +1,5 @@
-import json
-from collections.abc import Mapping
-from pathlib import Path
+"""Metrics of a step, by hand."""
+
 from typing import Any
 
 import jax
@@ -12,11 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from helpers.toy_model import Recorder
+from helpers.step_records import record
 from levanter_diloco.islands.byte_count import words_of
 from levanter_diloco.islands.state import Status
 from levanter_diloco.islands.sync import Attendance, SyncReport
-from levanter_diloco.training.json_lines import JsonLinesConfig, JsonLinesTracker
 from levanter_diloco.training.metrics import (
     IslandRecord,
     StepRecord,
@@ -27,43 +25,8 @@ from levanter_diloco.training.metrics import (
     metrics_of,
     owned_islands,
 )
-from levanter_diloco.training.trackers import Board, IslandTracker
-
-
-class SharedBoard(Board):
-    """The key-value store of a run, in memory; each process posts its own islands."""
-
-    def __init__(self) -> None:
-        self.posted: dict[int, dict[int, IslandRecord]] = {}
-
-    def post(self, step: int, islands: Mapping[int, IslandRecord]) -> None:
-        self.posted.setdefault(step, {}).update(islands)
-
-    def look(self, step: int) -> dict[int, IslandRecord]:
-        return dict(self.posted.get(step, {}))
-
-
-class OrderedRecorder(Recorder):
-    """Keeps also every call, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[int | None, dict[str, Any]]] = []
-        self.finished = False
-
-    def log(self, metrics: Mapping[str, Any], *, step: int | None, commit: bool | None = None) -> None:
-        self.calls.append((step, dict(metrics)))
-        super().log(metrics, step=step, commit=commit)
-
-    def finish(self) -> None:
-        self.finished = True
-
 
 LOSSES_AND_DISTANCES = ((1.0, 3.0), (2.0, 9.0), (float("nan"), float("nan")), (3.0, 4.0))
-
-
-def record(losses: Mapping[int, float], sent: int = 0, active: int = 2) -> StepRecord:
-    return StepRecord({island: IslandRecord(loss) for island, loss in losses.items()}, {}, sent, active)
 
 
 def pairwise_cosine(vectors: np.ndarray) -> float:
@@ -198,174 +161,6 @@ def test_step_record_takes_in_the_distances_of_its_own_islands():
     assert step.syncs == {3: SyncRecord(0.5, 0.25, 2**40 + 16, (1.0, 0.0, 0.0, 1.0), (0, 0, 1, 0))}
     assert step.syncs[3].left_out == step.syncs[3].broken == [2]
     assert {island: own.distance for island, own in step.islands.items()} == {0: {3: 1.0}, 2: {3: 3.0}}
-
-
-def test_tracker_without_a_board_logs_at_once():
-    recorder = OrderedRecorder()
-    tracker = IslandTracker([recorder], None)
-    tracker.report(0, record({0: 1.0, 1: 3.0}))
-    assert recorder.steps[0]["train/loss"] == 2.0
-    tracker.log({"grad/norm": 5.0}, step=0)
-    assert recorder.steps[0]["grad/norm"] == 5.0
-
-
-def test_tracker_of_a_process_that_owns_no_island_logs_nothing_of_islands():
-    # An island over two processes: the second one speaks for none, and has no board.
-    recorder = OrderedRecorder()
-    tracker = IslandTracker([recorder], None)
-    tracker.report(0, record({}))
-    assert not any(name.startswith("train/loss") for name in recorder.steps.get(0, {}))
-
-
-def test_tracker_holds_a_step_until_all_islands_have_reported_it():
-    board, recorder = SharedBoard(), OrderedRecorder()
-    tracker = IslandTracker([recorder], board)  # this process has island 0
-    tracker.report(0, record({0: 1.0}))
-    tracker.log({"throughput": 9.0}, step=0)
-    tracker.report(1, record({0: 2.0}))
-    assert recorder.calls == []
-
-    board.post(0, {1: IslandRecord(3.0)})
-    board.post(1, {1: IslandRecord(4.0)})
-    tracker.report(2, record({0: 5.0}))
-    # Step 2 is still being logged, whoever has reported it.
-    board.post(2, {1: IslandRecord(6.0)})
-    assert [step for step, _ in recorder.calls] == [0, 1]
-    assert recorder.steps[0]["train/loss"] == 2.0
-    assert recorder.steps[0]["throughput"] == 9.0
-    assert recorder.steps[1]["train/loss"] == 3.0
-
-
-def test_tracker_keeps_the_order_of_steps():
-    # Island 1 reports step 1 before step 0 can be seen: step 1 has to wait.
-    board, recorder = SharedBoard(), OrderedRecorder()
-    tracker = IslandTracker([recorder], board)
-    board.post(1, {1: IslandRecord(4.0)})
-    for step in range(3):
-        tracker.report(step, record({0: float(step)}))
-    assert recorder.calls == []
-    board.post(0, {1: IslandRecord(3.0)})
-    board.post(2, {1: IslandRecord(5.0)})
-    tracker.report(3, record({0: 3.0}))
-    assert [step for step, _ in recorder.calls] == [0, 1, 2]
-
-
-def test_tracker_logs_what_has_no_step_at_once():
-    recorder = OrderedRecorder()
-    IslandTracker([recorder], SharedBoard()).log({"note": 1}, step=None)
-    assert recorder.calls == [(None, {"note": 1})]
-
-
-def test_tracker_takes_the_record_of_the_newest_step_again():
-    # Where the data ends the final sync comes when its step has been reported.
-    board, recorder = SharedBoard(), OrderedRecorder()
-    tracker = IslandTracker([recorder], board)
-    step = record({0: 1.0})
-    tracker.report(0, step)
-    board.post(0, {1: IslandRecord(3.0, {0: 4.0})})
-    step.syncs[0], step.islands[0].distance[0] = SyncRecord(2.5, 1.0, 8, (1.0, 1.0)), 3.0
-    tracker.report(0, step)
-    tracker.finish()
-    [(_, metrics)] = recorder.calls
-    assert metrics["train/loss"] == 2.0 and metrics["diloco/outer_grad_cosine"] == 0.0
-
-
-def test_tracker_waits_for_islands_that_have_left_since_the_capture():
-    board, recorder = SharedBoard(), OrderedRecorder()
-    tracker = IslandTracker([recorder], board)
-    syncs = {0: SyncRecord(2.5, 1.0, 8, (1.0, 1.0))}
-    tracker.report(0, StepRecord({0: IslandRecord(1.0, {0: 3.0})}, syncs, 8, 1))
-    tracker.report(1, record({0: 2.0}, active=1))
-    assert recorder.calls == []
-    board.post(0, {1: IslandRecord(None, {0: 4.0})})
-    tracker.report(2, record({0: 2.0}, active=1))
-    assert recorder.steps[0]["train/loss"] == 1.0 and recorder.steps[0]["diloco/island_distance"] == 3.5
-
-
-def test_tracker_finish_flushes_in_order_and_finishes():
-    board, recorder = SharedBoard(), OrderedRecorder()
-    tracker = IslandTracker([recorder], board)
-    tracker.report(0, record({0: 1.0}))
-    board.post(0, {1: IslandRecord(3.0)})
-    tracker.report(1, record({0: 2.0}))  # island 1 died before it
-    tracker.log({"eval/loss": 0.5}, step=1)
-    tracker.finish()
-    assert [step for step, _ in recorder.calls] == [0, 1]
-    assert recorder.steps[0]["train/loss"] == 2.0
-    assert recorder.steps[1]["train/loss_island_0"] == 2.0
-    assert recorder.steps[1]["eval/loss"] == 0.5
-    assert recorder.finished
-
-
-def test_tracker_gives_no_cosine_while_an_island_is_missing():
-    # The norm of the mean is over three islands; with the distances of two the cosine would be wrong (3.5 here).
-    recorder = OrderedRecorder()
-    tracker = IslandTracker([recorder], SharedBoard())
-    islands = {0: IslandRecord(1.0, {0: 1.0}), 1: IslandRecord(1.0, {0: 1.0})}
-    tracker.report(0, StepRecord(islands, {0: SyncRecord(1.5, 1.0, 4, (1.0, 1.0, 1.0))}, 4, 3))
-    tracker.finish()
-    assert "diloco/outer_grad_cosine" not in recorder.steps[0]
-
-
-def test_tracker_remembers_the_last_evaluation_loss():
-    for board in (None, SharedBoard()):
-        tracker = IslandTracker([OrderedRecorder()], board)
-        assert tracker.eval_loss is None
-        tracker.log({"eval/loss": 2.0}, step=3)
-        tracker.log({"train/loss": 9.0}, step=4)
-        tracker.log({"eval/loss": jnp.float32(1.5)}, step=5)
-        assert tracker.eval_loss == 1.5
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_json_lines_writes_one_line_for_each_step(tmp_path: Path):
-    path = tmp_path / "new" / "metrics.jsonl"
-    tracker = JsonLinesTracker(path)
-    for step in range(3):
-        tracker.log({"train/loss": jnp.float32(2.0 - step)}, step=step)
-        tracker.log({"throughput": {"tokens": 5}}, step=step)
-    assert lines(path) == [
-        {"step": 0, "train/loss": 2.0, "throughput/tokens": 5},
-        {"step": 1, "train/loss": 1.0, "throughput/tokens": 5},
-    ]
-    tracker.finish()
-    assert lines(path)[2:] == [{"step": 2, "train/loss": 0.0, "throughput/tokens": 5}]
-
-
-def test_json_lines_keeps_one_line_where_a_stepless_metric_comes_between(tmp_path: Path):
-    tracker = JsonLinesTracker(tmp_path / "metrics.jsonl")
-    tracker.log({"train/loss": 2.0}, step=0)
-    tracker.log({"note": 1}, step=None)
-    tracker.log({"throughput": 5}, step=0)
-    tracker.finish()
-    assert [line for line in lines(tmp_path / "metrics.jsonl") if line.get("step") == 0] == [
-        {"step": 0, "train/loss": 2.0, "throughput": 5}
-    ]
-
-
-def test_json_lines_writes_summaries_and_hyperparameters_at_once(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    tracker = JsonLinesTracker(path)
-    tracker.log_hyperparameters({"sync_period": 5})
-    tracker.log_summary({"diloco/islands": 2})
-    tracker.log_artifact(Path("model.bin"), name="model", type="weights")
-    assert lines(path) == [
-        {"hyperparameters": {"sync_period": 5}},
-        {"summary": {"diloco/islands": 2}},
-        {"artifact": "model.bin", "name": "model", "type": "weights"},
-    ]
-
-
-def test_json_lines_of_a_resumed_run_appends(tmp_path: Path):
-    path = str(tmp_path / "metrics.jsonl")
-    for step in range(2):
-        tracker = JsonLinesConfig(path).init("run")
-        tracker.log({"train/loss": 1.0}, step=step)
-        tracker.finish()
-    assert [line["step"] for line in lines(Path(path))] == [0, 1]
 
 
 def test_metrics_of_a_sync_are_of_the_islands_in_the_mean():

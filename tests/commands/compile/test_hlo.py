@@ -2,7 +2,7 @@
 
 import pytest
 
-from levanter_diloco.commands.compile.flops import Flops
+from helpers.hlo_texts import TWO_SLICES
 from levanter_diloco.commands.compile.hlo import Program, collectives, nbytes, transfers
 
 
@@ -65,74 +65,7 @@ def test_element_type_of_unknown_size_is_refused_by_name() -> None:
         nbytes((("f32", (3,)), ("f6e2m3fn", (2, 5))))
 
 
-HANDLER = 'is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"'
-RENDEZVOUS = HANDLER + ',_xla_host_transfer_rendezvous="psum.1_0",_xla_megascale_transfer_type="ALL_REDUCE"}'
-
-TWO_SLICES = f"""HloModule jit_step, is_scheduled=true
-
-%body (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {{
-  %p = (s32[], f32[8,4]{{1,0:T(8,128)}}) parameter(0)
-  %x = f32[8,4]{{1,0}} get-tuple-element(%p), index=1
-  %w = f32[4,4]{{1,0}} constant({{...}})
-  %y = f32[8,4]{{1,0}} convolution(%x, %w), dim_labels=bf_io->bf
-  ROOT %t = (s32[], f32[8,4]{{1,0}}) tuple(%i, %y)
-}}
-
-%condition (p.1: (s32[], f32[8,4])) -> pred[] {{
-  %p.1 = (s32[], f32[8,4]{{1,0}}) parameter(0)
-  %bound = s32[] constant(3)
-  %i.1 = s32[] get-tuple-element(%p.1), index=0
-  ROOT %lt = pred[] compare(%i.1, %bound), direction=LT
-}}
-
-ENTRY %main (a: f32[8,4]) -> f32[8,4] {{
-  %a = f32[8,4]{{1,0}} parameter(0)
-  %after-all = token[] after-all()
-  %send = (f32[2,8,128]{{2,1,0:T(8,128)}}, u32[]{{:S(2)}}, token[]) send(%a, %after-all), channel_id=2, {RENDEZVOUS}
-  %recv = (f32[2,8,128]{{2,1,0:T(8,128)}}, u32[]{{:S(2)}}, token[]) recv(%after-all), channel_id=1, {RENDEZVOUS}
-  %loop = (s32[], f32[8,4]{{1,0}}) while(%init), condition=%condition, body=%body
-  %send-done = token[] send-done(%send), channel_id=2, {HANDLER}}}
-  %recv-done = (f32[2,8,128]{{2,1,0:T(8,128)}}, token[]) recv-done(%recv), channel_id=1, {HANDLER}}}
-  ROOT %late = f32[8,8]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}
-}}
-"""
-
-
 def test_transfer_between_slices_has_its_place_in_the_schedule() -> None:
     [one] = transfers(Program.of(TWO_SLICES))
     assert (one.kind, one.name, one.nbytes) == ("all-reduce", "psum.1_0", 2 * 8 * 128 * 4)
     assert (one.start, one.done) == (2, 6)
-
-
-def test_flops_count_a_loop_as_often_as_it_runs() -> None:
-    program = Program.of(TWO_SLICES.replace("%b)", "%a)"))
-    of_entry = Flops(program).of_entry
-    assert of_entry[4] == 3 * 2 * 8 * 4 * 4
-    assert of_entry[7] == 2 * 8 * 8 * 4
-    assert sum(of_entry) == of_entry[4] + of_entry[7]
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "out", "attributes", "flops"),
-    [
-        # 3 places of a kernel of 3 on 4 inputs padded by 1: 2 + 3 + 3 + 2 products fall on an input.
-        ("4,1,5", "3,5,7", "4,1,7", "window={size=3 pad=1_1}, dim_labels=0bf_0io->0bf", 2 * 10 * 5 * 7),
-        # A batch of 6 products as a dilated kernel: each output meets one input.
-        (
-            "6,2,5",
-            "6,5,7",
-            "6,2,7",
-            "window={size=6 stride=5 lhs_dilate=6}, dim_labels=0bf_0io->0bf",
-            6 * 2 * 2 * 5 * 7,
-        ),
-    ],
-)
-def test_convolution_counts_what_meets_an_input(left: str, right: str, out: str, attributes: str, flops: int) -> None:
-    lines = [
-        "ENTRY %main (a: f32[1]) -> f32[1] {",
-        f"  %a = f32[{left}]{{2,1,0}} parameter(0)",
-        f"  %b = f32[{right}]{{2,1,0}} parameter(1)",
-        f"  ROOT %c = f32[{out}]{{2,1,0}} convolution(%a, %b), {attributes}",
-        "}",
-    ]
-    assert Flops(Program.of("\n".join(lines))).of_entry == [0, 0, flops]
