@@ -97,7 +97,7 @@ def test_run_takes_the_same_steps_wherever_the_outer_state_lies(
     for theirs, *ours in zip(device, *others, strict=True):
         for step in ours:
             # Which half has crossed when a fragment crosses in two depends on how it is cut.
-            assert_bit_equal(*(dataclasses.replace(one.state, crossed=None, schedule={}) for one in (step, theirs)))
+            assert_bit_equal(*(dataclasses.replace(one.state, crossed=None, layout={}) for one in (step, theirs)))
             for name in [name for name in theirs.metrics if name.startswith(("train/", "diloco/"))]:
                 # A norm of shares adds up in another order.
                 assert step.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-6), name
