@@ -66,6 +66,7 @@ class Participation:
         assert self.rows is not None
         steps = range(start, stop)
         each = [(self.rows(step), self.active(step)) for step in steps]
+        # Relative to an island that was there all along: f32 holds shares better than counts of rows.
         total = max(sum(rows for rows, _ in each), 1)
         return np.array(
             [sum(rows for rows, active in each if k < active) for k in range(self.num_islands)]

@@ -96,6 +96,7 @@ class Schedule:
     def last_captured(self, fragment: int, step: int) -> int:
         """The latest step up to `step` after which `fragment` was captured; 0 if there is none."""
         offset = fragment * self.steps_per_sync
+        # Captures of f fall on offset + n*P*dh; for f = 0 the first is after a whole period, at n = 1.
         latest = step - (step - offset) % self.effective_period
         return max(latest, 0)
 

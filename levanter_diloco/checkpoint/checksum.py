@@ -65,6 +65,7 @@ def sums_of_shards(x: Array, mesh: Mesh, spec: PartitionSpec) -> UInt32[Array, "
         if wide:  # a bitcast to narrower elements adds an axis, the low word first
             start, whole = [*start, 0], (*shape, 2)
         value = _mixed(jnp, jnp.atleast_1d(bits.astype(jnp.uint32)), start or (0,), whole or (1,))
+        # Of replicas one counts, or the sum would depend on the mesh.
         first = jax.lax.axis_index(copies) == 0 if copies else True
         return jnp.where(first, value, jnp.uint32(0))[None]
 
@@ -93,6 +94,7 @@ def _mixed(xp: ModuleType, bits: Any, start: Sequence[Any], shape: Sequence[int]
         position = position + along.reshape([-1 if axis == other else 1 for other in range(bits.ndim)])
         stride *= shape[axis]
     x = bits ^ position
+    # The finalizer of a hash of 32 bits: each step can be undone, so two bit patterns never fall together.
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
         x ^= x >> shift
         x *= xp.uint32(factor)

@@ -37,6 +37,7 @@ def with_checksums(state: PyTree, mesh: Mesh) -> dict[str, PyTree]:
     names, arrays = _flatten_serializable_leaves(state)
     by_name = [array for _, array in sorted(zip(names, arrays, strict=True), key=lambda item: item[0])]
     rows = [device_sums(array, mesh) for array in by_name]
+    # All sums are on their way before the first is fetched.
     own = [{shard.index[0].start or 0: shard.data for shard in row.addressable_shards} for row in rows]
     fetched = jax.device_get(own)
 
@@ -46,6 +47,7 @@ def with_checksums(state: PyTree, mesh: Mesh) -> dict[str, PyTree]:
 
     where = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     shape = (mesh.size, len(rows))
+    # A dict: the checksums join the state's fields without a field of their own in it.
     fields = {path[0].name: x for path, x in tree_leaves_with_path(state, is_leaf=lambda x: x is not state)}
     return {**fields, CHECKSUMS: jax.make_array_from_callback(shape, where, part, dtype=jnp.uint32)}
 
@@ -138,6 +140,7 @@ def _sums(path: str, arrays: Sequence[CheckpointArray]) -> UInt32[np.ndarray, " 
     sums = np.zeros(len(arrays), np.uint32)
     # Dealt in turn, so that every process reads about as much, whatever the arrays' sizes.
     own = chunks[jax.process_index() :: jax.process_count()]
+    # Reading and hashing release the interpreter; four keep a disk and two cores busy.
     with ThreadPoolExecutor(4) as pool:
         for column, value in pool.map(sum_of, own):
             sums[column : column + 1] += value  # of one element: a scalar would warn of wrapping around

@@ -140,6 +140,7 @@ class StateLoader:
             for partition in (before.partition, after.partition):
                 check = functools.partial(check_recut, self.sync.optimizer, partition=partition, name=name)
                 eqx.filter_eval_shape(check, outer)
+        # By the old schedule: the new one has other events.
         in_flight = InFlight.of(before.diloco.schedule, int(loaded.step), int(loaded.settled))
         logger.info("%s resumes in another layout: %s.", path, explain(before, after, in_flight))
 

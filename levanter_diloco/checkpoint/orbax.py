@@ -64,6 +64,7 @@ def read(path: str, like: PyTree, mapping: ResourceMapping) -> PyTree:
     with ocp.StandardCheckpointer() as checkpointer:
         tree: Mapping[str, Any] = checkpointer.restore(_absolute(path))  # Any: arrays, nested
     arrays = {name: np.asarray(array, np.float32) for name, array in flatten_dict(tree, sep=".").items()}
+    # Non-arrays of the model, such as activation functions, come from the run's own.
     shapes = eqx.filter_eval_shape(lambda: eqx.filter(like, is_jax_array_like))
     build = hax.named_jit(from_torch_compatible_state_dict, axis_resources=mapping, out_axis_resources=mapping)
     return eqx.combine(build(shapes, arrays), like)

@@ -48,6 +48,7 @@ def carry_over(
         in_flight: What is under way in `old`.
         active: How many islands of `old` train; those of other numbers hold nothing that counts.
     """
+    # The new schedule starts at this step, and knows nothing of what the old one had begun.
     old = _landed(old, sync, in_flight)
     opt_state, outer_steps = old.opt_state, old.outer_steps
     if before.partition != after.partition:
@@ -138,6 +139,7 @@ def _recut(
         # A loop on the device: one program whatever the number of fragments.
         whole = jax.lax.fori_loop(0, count, put, whole)
     each = [_unnamed(old.opt_state[part]) for part in before.parts]
+    # Its counts are the ones that a learning-rate schedule should go on from.
     latest = jnp.argmax(old.outer_steps)
     counts = jax.tree.map(lambda *xs: jnp.concatenate(xs)[latest], *each)
 
@@ -157,6 +159,7 @@ def _resettled(
     groups = [slice(start, max((j + 1) * num_old // count, start + 1)) for j, start in enumerate(first)]
 
     def mean(x: Array) -> Array:
+        # A count or a key has no mean.
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return nearest(x)
         return jnp.stack([x[group].astype(jnp.float32).mean(axis=0).astype(x.dtype) for group in groups])
@@ -180,6 +183,7 @@ def _resettled(
 
 def _keys(keys: PRNGKeyArray, first: list[int]) -> PRNGKeyArray:
     """The random streams of `first`; an island that shares its with one before it gets another."""
+    # Two islands with one stream would drop out the same units and see the same noise.
     nth = [j - first.index(source) for j, source in enumerate(first)]
     streams = zip(first, nth, strict=True)
     return jnp.stack([jax.random.fold_in(keys[source], n) if n else keys[source] for source, n in streams])

@@ -68,6 +68,7 @@ class Bucket:
         """Returns the shards with one piece replaced by `values`, of which every device has what it would send."""
         # Inside the island again: what its copies have sent apart comes together.
         whole = jax.lax.all_gather(values, self.copies, axis=2) if self.copies else values[:, :, None]
+        # With one piece the values are all there is, and the old shards need not be read.
         if self.num_pieces > 1:
             start = (0, 0, 0, piece * self.length)
             whole = jax.lax.dynamic_update_slice(self._flat(shards), whole, start)
@@ -80,6 +81,7 @@ class Bucket:
         leaves = zip(self.leaves, self.shapes, self.split, strict=True)
         rows = [self._split(shards[i], shape, axis) for i, shape, axis in leaves]
         flat = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=2)
+        # So that pieces and copies have one length: a piece's number can be traced.
         padding = self.length * self.num_copies * self.num_pieces - flat.shape[2]
         padded = jnp.pad(flat, ((0, 0), (0, 0), (0, padding)))
         return padded.reshape(*flat.shape[:2], self.num_copies, -1)

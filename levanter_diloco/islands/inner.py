@@ -51,6 +51,7 @@ def inner_step(
     arrays, static = eqx.partition(frozen_only(state.model, state.is_trainable), eqx.is_array)
 
     def island_step(island: Islands, model: PyTree, step: IntScalar, batch: PyTree) -> tuple[Islands, InnerReport]:
+        # To the host it is an ordinary run on the devices of one island.
         host = island_state(state, island, eqx.combine(model, static), trainer.optimizer, step)
         result = trainer._train_step(host, *batch, _no_hooks=not hooks)
         new = result.new_state

@@ -103,6 +103,7 @@ def _check_sizes(path: str, axes: Mapping[str, int | None]) -> None:
 
 
 def _agreed(option: str, value: int | None, path: str, axes: Mapping[str, int], default: int) -> int:
+    # MaxText's users know the count as a mesh axis; both spellings mean the same.
     if ISLAND not in axes:
         return default if value is None else value
     if value not in (None, axes[ISLAND]):
@@ -116,6 +117,7 @@ def _infer(option: str, path: str, axes: Mapping[str, int], available: int) -> i
     if absorbers := [name for name, size in others.items() if size == -1]:
         rule = f"be a number while trainer.{path}.{absorbers[0]} is -1 too"
         raise option_error(option, -1, rule, f"{option}: 2, or a number for {absorbers[0]},")
+    # What the user's other axes leave of the devices.
     islands, left = divmod(available, prod(others.values()))
     if left or islands == 0:
         rule = f"be resolvable: trainer.{path} {others} does not divide {available}"

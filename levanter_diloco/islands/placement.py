@@ -66,6 +66,7 @@ class Placement:
         """
         if self.sharded:
             self._check_shares(state.opt_state)
+        # Theta by its paths: frozen leaves of the same model stay on the devices.
         trainable = tree_leaves_with_path(state.theta, is_leaf=is_named_array)
         theta = {(MODEL, *path) for path, _ in trainable}
 
@@ -100,6 +101,7 @@ class Placement:
             out = shards = [x[None] for x in shards]
             for bucket in buckets_of(leaves, self.mesh, self.mapping, num_pieces=1, sharded=True):
                 if bucket.num_shares > 1:
+                    # Every slot's share crosses once, in f32: what an all-reduce would have sent as its second half.
                     gathered = jax.lax.all_gather(bucket.share.take(shards, 0), ISLAND, axis=1, tiled=True)
                     out = put_all([bucket], out, 0, [gathered])
             return [x[0] for x in out]

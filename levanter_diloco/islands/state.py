@@ -207,6 +207,7 @@ def island_state(
 
 def frozen_only(model: PyTree, is_trainable: PyTree) -> PyTree:
     """Returns `model` with `None` in place of every trainable leaf: what `trainables_only` leaves out."""
+    # Integer leaves count as frozen even where a filter names them: there is no gradient to average.
     return eqx.filter(model, make_floating_point_trainable_filter(is_trainable), inverse=True, is_leaf=is_named_array)
 
 

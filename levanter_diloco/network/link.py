@@ -171,6 +171,7 @@ def _shape(link: LinkConfig, interface: str) -> None:
     same_burst = math.isclose(found.get("burst", 0), burst, rel_tol=0.05)
     if not _is_ours(qdisc) or abs(found.get("rate", 0) - rate / 8) > 1 or not same_burst:
         raise _failure(link, f"asked for tbf {' '.join(limits)}, tc shows {json.dumps(qdisc)}")
+    # tbf drops what is larger than its burst: with too small a one nothing would pass, and the run would hang.
     (device,) = json.loads(_output(link, "ip", "-j", "link", "show", "dev", interface))
     packet = device["mtu"] + _ETHERNET_HEADER
     if found["burst"] < packet:

@@ -104,6 +104,7 @@ def _files(args: list[str]) -> list[Path]:
     start = next((place for place, arg in enumerate(args) if arg in ("--config_path", "--config", "--configs")), None)
     if start is None:
         return []
+    # The host takes several YAMLs after one flag, the later over the earlier.
     named = itertools.takewhile(lambda arg: not arg.startswith("--"), args[start + 1 :])
     return [Path(name) for name in named if "\0" not in name and Path(name).is_file()]
 

@@ -184,6 +184,7 @@ class DiLoCoTrainerConfig(TrainerConfig):
         if (given := self.per_device_parallelism) != -1 and given < 1:
             raise OptionError(f"trainer.per_device_parallelism ({given}) must be at least 1, or -1 for all; -1 works.")
         per_device = max(self.per_device_parallelism, 1)
+        # Every device of every island gets at least one microbatch of rows.
         rows = num_islands * per_device
         for name in self.data_axes:
             rows *= self.device_mesh.shape[name]

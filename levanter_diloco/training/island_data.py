@@ -131,6 +131,7 @@ def deal(
             raise OptionError(
                 f"data.components.{name} has no end and cannot be cut; {PATH}.island_data: shared works."
             )
+        # Exact: floats could give two neighbours the same bound, and lose a sequence between them.
         shares = [Fraction(own.get(name, 0)) / sum(map(Fraction, own.values())) for own in weights]
         period = len(weights) if in_turn else len(dataset.as_sync_dataset())
         bounds = [round(period * share / sum(shares)) for share in accumulate(shares, initial=Fraction(0))]

@@ -121,6 +121,7 @@ class IslandRows[T](AsyncDataset[T]):
         positions: dict[int, list[int]] = defaultdict(list)
         for stream, position in places:
             positions[stream].append(position)
+        # One read for each stream: a stream may have to fetch a chunk for it.
         found = await asyncio.gather(*(self.streams[stream].get_batch(read) for stream, read in positions.items()))
         items = {stream: iter(batch) for stream, batch in zip(positions, found, strict=True)}
         return [next(items[stream]) for stream, _ in places]

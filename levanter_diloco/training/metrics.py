@@ -143,6 +143,7 @@ def _sync_metrics(islands: Mapping[int, IslandRecord], fragment: int, sync: Sync
     values |= {"island_distance": float(np.mean(distances)), "island_distance_max": float(max(distances))}
     # The mean's norm is of all participants: with one missing, the cosine of the others would be wrong.
     if len(present) == len(sync.participants) > 1:
+        # What was added up is w_k*Delta_k, so the cosine is of these.
         weights = np.array([sync.weights[island] for island in present])
         values["outer_grad_cosine"] = mean_cosine(distances * weights / np.mean(weights), sync.outer_grad_norm)
     return values
@@ -186,6 +187,7 @@ def first_local(tree: PyTree) -> PyTree:
 
 def inner_hyperparameters(opt_state: Any) -> Any:  # Any: what the host's `log_optimizer_hyperparams` looks into
     """The hyperparameters in the islands' optimizer state, as one island has them; the host looks in the outer one."""
+    # Some of the host's optimizers wrap their state once more.
     inner = getattr(opt_state, "inner_opt_state", opt_state)
     return SimpleNamespace(hyperparams=first_local(getattr(inner, "hyperparams", {})))
 

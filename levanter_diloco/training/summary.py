@@ -104,6 +104,7 @@ def cadence_warnings(config: DiLoCoTrainerConfig) -> Iterator[str]:
         )
     if config.diloco.drop_rate == 1:
         yield f"{PATH}.drop_rate (1) loses every outer gradient: the outer model stays as it is. Below 1 it trains."
+    # lcm beyond the run: no evaluation ever sees Theta right after a sync.
     if config.steps_per_eval <= config.num_train_steps < math.lcm(config.steps_per_eval, spacing):
         yield (
             f"trainer.steps_per_eval ({config.steps_per_eval}) never falls on a sync (every {spacing} steps): each "

@@ -84,6 +84,7 @@ class IslandTracker(CompositeTracker):
         super().finish()
 
     def _release(self, everything: bool = False) -> None:
+        # Hooks may still log for it after the step has been reported.
         newest = max(self._records, default=-1)
         for step in sorted(self._held.keys() | self._records.keys()):
             record = self._records.get(step)

@@ -84,6 +84,7 @@ class Audit:
 def _between_slices(program: Program, flops: list[int], island_size: int) -> list[Exchange]:
     # The layers' forward and backward passes are the loops with matrix products; what starts before the first of them
     # and ends after the last has the whole step's compute to hide behind.
+    # The loops over layers, forward and backward, are those that multiply.
     loops = [
         place
         for place, one in enumerate(program.computations[program.entry])

@@ -80,6 +80,7 @@ def _convolution(one: Instruction, left: tuple[int, ...], right: tuple[int, ...]
     for dim in filter(str.isdigit, labels[1]):
         low = int(_window(one, "pad", dim, "0_0").split("_")[0])
         stride, base, kernel = (int(_window(one, name, dim, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+        # Which inputs each kernel element meets: off the edge or between dilated rows it multiplies nothing.
         place = np.arange(out[dim])[:, None] * stride + np.arange(rhs[dim]) * kernel - low
         pairs *= int(((place >= 0) & (place <= (lhs[dim] - 1) * base) & (place % base == 0)).sum())
     return 2 * pairs * out["b"] * out["f"] * rhs["i"]

@@ -128,6 +128,7 @@ def carried_bits(wire: str, block: int, num_islands: int) -> float:
 
 def recommended_num_fragments(num_layers: int, sync_period: int) -> int:
     """The valid P nearest to three layers a fragment, of those that can sync once in a period [Streaming]."""
+    # More fragments than steps in a period would lengthen the period.
     fits = [p for p in valid_num_fragments(num_layers)[1:] if p <= sync_period] or [1]
     return min(fits, key=lambda p: (abs(num_layers / max(p - 1, 1) - 3), -p))
 

@@ -96,6 +96,7 @@ def utilization(work: Workload, rate: float) -> float:
             for piece in work.fragments[captured]:
                 link_free = max(link_free, now - piece.lead) + piece.bits / rate
             crossed.append(link_free)
+        # The islands stand still only here: at a merge whose fragment has not crossed yet.
         if schedule.merged(step) is not None:
             now = max(now, crossed.popleft())
         if step == _WARMUP * period:
