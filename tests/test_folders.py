@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "checkpoint": ("errors", "axes", "algorithm", "options", "fragments", "islands"),
     "training": ("errors", "axes", "host", "algorithm", "options", "fragments", "islands", "checkpoint"),
     "plugin": ("options", "training"),
-    "main": ("errors", "console", "axes", "network", "options", "fragments", "training"),
+    "main": ("errors", "console", "axes", "network", "options", "fragments", "checkpoint", "training"),
     "commands": (
         *("errors", "console", "host", "network", "algorithm", "options", "islands", "checkpoint", "training", "main"),
     ),

@@ -10,11 +10,13 @@ import levanter.main.train_lm as host
 from haliax import Axis
 from jaxtyping import PyTree
 from levanter.adaptor import NoAdaptorConfig
+from levanter.checkpoint import discover_checkpoint_candidates
 from levanter.trainer_state import trainables_only
 
 from ..axes import Params
+from ..checkpoint.codec import holds_islands
 from ..console import end
-from ..errors import option_error
+from ..errors import PATH, OptionError, option_error
 from ..fragments.build import build_partition
 from ..network.link import shaped
 from ..training.binding import islands_in
@@ -35,6 +37,7 @@ def main(config: TrainDiLoCoLmConfig) -> None:
     """Trains as the host's `main` does; with `trainer.diloco`, on islands."""
     with shaped(config.trainer.diloco.link):  # data parallelism too, to compare with
         if not config.trainer.diloco.enabled:
+            check_stock(config)
             host.main(config)
             return
         check_source(config)
@@ -42,6 +45,19 @@ def main(config: TrainDiLoCoLmConfig) -> None:
         config = dataclasses.replace(config, data=dealt(config.data, config.trainer))
         with islands_in(host):
             host.main(config)
+
+
+def check_stock(config: TrainDiLoCoLmConfig) -> None:
+    """Refuses to go on without islands from a checkpoint that has them: the host would miss its arrays one by one."""
+    trainer = config.trainer
+    if trainer.load_checkpoint is False or (trainer.id is None and trainer.load_checkpoint_path is None):
+        return
+    found = discover_checkpoint_candidates(*trainer.checkpoint_search_paths(trainer.id or ""))
+    if found and holds_islands(found[-1].path):
+        raise OptionError(
+            f"{PATH}.enabled (false) must be true to go on from {found[-1].path}, a checkpoint of a DiLoCo run; "
+            "another trainer.id starts anew, and `levanter-diloco export --format levanter` gives Levanter the model."
+        )
 
 
 def check_source(config: TrainDiLoCoLmConfig) -> None:

@@ -58,11 +58,13 @@ class IslandTracker(CompositeTracker):
         super().__init__(loggers)
         self.eval_loss: float | None = None
         self._board = board
+        self._trained = False
         self._held: dict[int, dict[str, Any]] = {}  # Any: whatever a hook logs
         self._records: dict[int, StepRecord] = {}
 
     def report(self, step: int, record: StepRecord) -> None:
         """Takes this process's record of `step`, the tracker's zero-based step; the newest one may come again."""
+        self._trained = True
         if self._board is None:
             super().log(metrics_of(record.islands, record), step=step)
             return
@@ -73,6 +75,9 @@ class IslandTracker(CompositeTracker):
     def log(self, metrics: Mapping[str, Any], *, step: int | None, commit: bool | None = None) -> None:
         if "eval/loss" in metrics:
             self.eval_loss = float(metrics["eval/loss"])
+        if not self._trained:
+            # A finished run that is started again takes no step, and the host says 0 for the loss of its last one.
+            metrics = {name: value for name, value in metrics.items() if name != "train/loss"}
         if self._board is None or step is None:
             super().log(metrics, step=step, commit=commit)
         else:

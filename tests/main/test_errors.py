@@ -4,16 +4,28 @@ The YAML names text that does not exist, so an error that comes after the data o
 """
 
 import subprocess
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers.command_runs import COMMAND, STREAMING, Workplace
+from helpers.paths import DATA
 from helpers.refusals import NO_TEXT, VANILLA, assert_says, refusal
 from levanter_diloco import cli
 
 pytestmark = pytest.mark.entry
+
+
+def test_islands_are_not_left_behind_without_a_word(workplace: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
+    config = workplace.config("left", {"enabled": False}, **NO_TEXT)
+    folder = config.parent / "checkpoints" / "left"
+    folder.mkdir(parents=True)
+    with tarfile.open(DATA / "checkpoints_0.1.0.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    line = refusal(capsys, "--config_path", str(config))
+    assert_says(line, "trainer.diloco.enabled (false)", "step-7", "trainer.id", "levanter-diloco export")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import pytest
 
 from helpers.step_records import record
 from helpers.toy_model import Recorder
@@ -159,3 +160,12 @@ def test_tracker_remembers_the_last_evaluation_loss():
         tracker.log({"train/loss": 9.0}, step=4)
         tracker.log({"eval/loss": jnp.float32(1.5)}, step=5)
         assert tracker.eval_loss == 1.5
+
+
+@pytest.mark.parametrize("board", [False, True])
+def test_tracker_of_a_run_that_takes_no_step_logs_no_loss(board: bool) -> None:
+    recorder = OrderedRecorder()
+    tracker = IslandTracker([recorder], SharedBoard() if board else None)
+    tracker.log({"train/loss": 0.0, "global_step": 13}, step=13)
+    tracker.finish()
+    assert recorder.steps[13] == {"global_step": 13}
